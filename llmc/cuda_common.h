@@ -1,0 +1,89 @@
+// The CUDA runtime, real or stand-in, with every call checked where it is made.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "llmc/error.h"
+
+namespace llmc {
+
+// Throws Error naming the call's place when a CUDA call did not succeed.
+inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
+                       int line = __builtin_LINE()) {
+    if (status == cudaSuccess) return;
+    throw Error(format("CUDA error %s (%s) at %s:%d", cudaGetErrorName(status),
+                       cudaGetErrorString(status), file, line));
+}
+
+// Owns `count` elements of device memory, 256-byte aligned. Contents start undefined.
+template <class T>
+class DeviceBuffer {
+  public:
+    DeviceBuffer() = default;
+    explicit DeviceBuffer(size_t count) : count_(count) {
+        if (count == 0) return;
+        const cudaError_t status = cudaMalloc(&data_, count * sizeof(T));
+        if (status != cudaSuccess) {
+            throw Error(format("cannot allocate %.1f MiB of device memory: %s",
+                               static_cast<double>(count * sizeof(T)) / (1 << 20),
+                               cudaGetErrorString(status)));
+        }
+    }
+    DeviceBuffer(DeviceBuffer&& other) noexcept : data_(other.data_), count_(other.count_) {
+        other.data_ = nullptr;
+        other.count_ = 0;
+    }
+    DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(count_, other.count_);
+        return *this;
+    }
+    DeviceBuffer(const DeviceBuffer&) = delete;
+    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+    ~DeviceBuffer() {
+        if (data_ != nullptr) cudaFree(data_);
+    }
+    T* get() const { return data_; }
+    size_t count() const { return count_; }
+    size_t bytes() const { return count_ * sizeof(T); }
+
+  private:
+    T* data_ = nullptr;
+    size_t count_ = 0;
+};
+
+// Owns `count` elements of page-locked host memory, which asynchronous copies need.
+template <class T>
+class PinnedBuffer {
+  public:
+    PinnedBuffer() = default;
+    explicit PinnedBuffer(size_t count) : count_(count) {
+        if (count > 0) cuda_check(cudaMallocHost(&data_, count * sizeof(T)));
+    }
+    PinnedBuffer(PinnedBuffer&& other) noexcept : data_(other.data_), count_(other.count_) {
+        other.data_ = nullptr;
+        other.count_ = 0;
+    }
+    PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(count_, other.count_);
+        return *this;
+    }
+    PinnedBuffer(const PinnedBuffer&) = delete;
+    PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+    ~PinnedBuffer() {
+        if (data_ != nullptr) cudaFreeHost(data_);
+    }
+    T* get() const { return data_; }
+    size_t count() const { return count_; }
+    T& operator[](size_t i) { return data_[i]; }
+    const T& operator[](size_t i) const { return data_[i]; }
+
+  private:
+    T* data_ = nullptr;
+    size_t count_ = 0;
+};
+
+}  // namespace llmc
