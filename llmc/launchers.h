@@ -18,8 +18,7 @@
 //   encoder_forward(out (B,T,C), tokens int (B,T), wte (Vp,C), wpe (maxT,C), B, T, C, stream)
 //       out = wte[token] + wpe[t], rounded once.
 //   encoder_backward(dwte (Vp,C), dwpe (maxT,C), dout (B,T,C), tokens (B,T), order int (B*T),
-//   scratch,
-//                    B, T, C, accumulate, stream)
+//                    scratch, B, T, C, accumulate, stream)
 //       dwte[token] += the sum of its rows of dout, in ascending order of position: `order` holds
 //       the positions 0 … B*T-1 sorted by token, ties ascending (sort_positions_by_token in
 //       dataloader.h). Always adds to dwte. dwpe[t] = sum over b, overwriting unless `accumulate`;
@@ -30,8 +29,7 @@
 //   layernorm_forward(out (rows,C), mean (rows), rstd (rows), inp (rows,C), weight (C), bias (C),
 //                     rows, C, stream)
 //   fused_residual_layernorm_forward(residual (rows,C), out, mean, rstd, a (rows,C), b (rows,C),
-//   weight,
-//                                    bias, rows, C, stream)
+//                                    weight, bias, rows, C, stream)
 //       residual = a + b, rounded to T; the rest reads that rounded value, so that a later
 //       layernorm_forward on `residual` gives the same bits. residual may be a.
 //   layernorm_backward(dinp (rows,C), dweight (C), dbias (C), dout (rows,C), inp (rows,C), weight,
@@ -40,11 +38,11 @@
 //       added to when `accumulate`, else overwritten.
 //
 // matmul
-//   matmul_forward(out (rows,OC), inp (rows,C), weight (OC,C), bias (OC) or null, rows, C, OC,
-//   stream) matmul_backward_input(dinp (rows,C), dout (rows,OC), weight (OC,C), rows, C, OC,
-//   stream) matmul_backward_weight(dweight (OC,C), dbias (OC) or null, dout (rows,OC), inp
-//   (rows,C), scratch,
-//                          rows, C, OC, accumulate, stream)
+//   matmul_forward(out (rows,OC), inp (rows,C), weight (OC,C), bias (OC) or null,
+//                  rows, C, OC, stream)
+//   matmul_backward_input(dinp (rows,C), dout (rows,OC), weight (OC,C), rows, C, OC, stream)
+//   matmul_backward_weight(dweight (OC,C), dbias (OC) or null, dout (rows,OC), inp (rows,C),
+//                          scratch, rows, C, OC, accumulate, stream)
 //       Products and sums in fp32, one rounding; with `accumulate` the old gradient enters the sum
 //       before that rounding.
 //
@@ -74,8 +72,7 @@
 //   global_norm_chunks(sums double (num_chunks), chunks, num_chunks, max_count, scratch, stream)
 //       sums[i] = sum of squares of chunk i in double, split by the chunk's size alone.
 //   decide_step(state, losses double (num_losses), num_losses, sums double (num_sums), num_sums,
-//   rules,
-//               stream)
+//               rules, stream)
 //       Averages the losses and adds the sums, each in index order in double; sets loss, norm,
 //       z-scores, grad_scale and skip in *state, and, unless the step is skipped, counts the update
 //       and multiplies the beta powers on. Values that are not finite do not enter the outlier
