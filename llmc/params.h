@@ -128,13 +128,20 @@ class ParamLayout {
     static constexpr size_t kAlignElements = 128;  // 256 bytes of bf16, 512 of fp32
 
     ParamLayout() = default;
-    explicit ParamLayout(const ModelConfig& config) {
+    // With parts > 1 the buffer holds one of `parts` equal pieces of every layer of every tensor:
+    // one rank's shard. parts divides every layer's elements, or Error.
+    explicit ParamLayout(const ModelConfig& config, size_t parts = 1) {
         for (const ParamInfo& info : param_table()) {
             Entry& entry = entries_[static_cast<size_t>(info.id)];
             entry.layers = info.per_layer ? static_cast<size_t>(config.num_layers) : 1;
             entry.layer_elements = info.rows(config) * info.cols(config);
+            if (entry.layer_elements % parts != 0) {
+                throw Error(format("%s has %zu elements, which %zu does not divide", info.name,
+                                   entry.layer_elements, parts));
+            }
+            entry.part_elements = entry.layer_elements / parts;
             entry.stride =
-                (entry.layer_elements + kAlignElements - 1) / kAlignElements * kAlignElements;
+                (entry.part_elements + kAlignElements - 1) / kAlignElements * kAlignElements;
             entry.buffer_offset = buffer_elements_;
             entry.model_offset = num_parameters_;
             buffer_elements_ += entry.layers * entry.stride;
@@ -146,6 +153,8 @@ class ParamLayout {
     size_t layers(Param id) const { return at(id).layers; }
     // Elements of one layer of a tensor.
     size_t layer_elements(Param id) const { return at(id).layer_elements; }
+    // Elements of one layer that the buffer holds: all of them, or a shard's.
+    size_t part_elements(Param id) const { return at(id).part_elements; }
     // Elements of all layers.
     size_t elements(Param id) const { return at(id).layers * at(id).layer_elements; }
     // First element of a layer in a buffer.
@@ -173,6 +182,7 @@ class ParamLayout {
     struct Entry {
         size_t layers = 0;
         size_t layer_elements = 0;
+        size_t part_elements = 0;
         size_t stride = 0;
         size_t buffer_offset = 0;
         uint64_t model_offset = 0;

@@ -1,0 +1,91 @@
+// Which micro-batch goes where: the order in which gradients are added up.
+//
+// One step has M micro-batches, dealt to N ranks in contiguous runs of A = M / N. W, the width, is
+// the largest power of two up to -rw that divides M. When N divides W (the canonical path) each rank
+// holds W / N slots of M / W consecutive micro-batches. Inside a slot gradients accumulate in order
+// into one buffer; the slots are then summed by a binary tree over neighbours, (0,1) (2,3) ..., whose
+// nodes round once to gradX. The tree's shape depends on M and W alone, never on N: that is what
+// makes the sum the same bits for every N. A rank adds up its own subtree as a binary counter, with
+// one spare buffer a level; owners of shards continue the same tree across ranks.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/params.h"
+
+namespace llmc {
+
+struct ReductionPlan {
+    int num_micro_batches = 1;  // M, of one step over all ranks
+    int num_processes = 1;      // N
+    int width = 1;              // W
+    bool canonical = true;      // N divides W and W divides every tensor
+    std::string why_not;        // when not canonical: the reason, for the line that says so
+
+    int micro_per_rank() const { return num_micro_batches / num_processes; }
+    int slots_per_rank() const { return canonical ? width / num_processes : 1; }
+    int micro_per_slot() const { return micro_per_rank() / slots_per_rank(); }
+    // Spare gradient buffers of a rank: log2 of its slots.
+    int num_spares() const {
+        int spares = 0;
+        while ((1 << spares) < slots_per_rank()) ++spares;
+        return spares;
+    }
+    // Chunks that each layer of each tensor is cut into for the gradient norm.
+    int chunks_per_tensor() const { return canonical ? width : num_processes; }
+};
+
+// The plan of a step. Throws Error when N does not divide M.
+inline ReductionPlan make_reduction_plan(int num_micro_batches, int num_processes, int max_width,
+                                         const ParamLayout& layout) {
+    if (num_processes < 1 || num_micro_batches % num_processes != 0) {
+        throw Error(format("%d micro-batches a step cannot be dealt to %d processes evenly",
+                           num_micro_batches, num_processes));
+    }
+    ReductionPlan plan;
+    plan.num_micro_batches = num_micro_batches;
+    plan.num_processes = num_processes;
+    while (plan.width * 2 <= max_width && num_micro_batches % (plan.width * 2) == 0) {
+        plan.width *= 2;
+    }
+    if (plan.width % num_processes != 0) {
+        plan.why_not = format("%d processes do not divide the width %d", num_processes, plan.width);
+    }
+    layout.for_each_layer([&](const ParamInfo& info, size_t) {
+        if (layout.layer_elements(info.id) % plan.width != 0 && plan.why_not.empty()) {
+            plan.why_not = format("the width %d does not divide the %zu elements of %s", plan.width,
+                                  layout.layer_elements(info.id), info.name);
+        }
+    });
+    plan.canonical = plan.why_not.empty();
+    return plan;
+}
+
+// Buffers of the binary counter by number: kGradients is the one that the result ends up in.
+constexpr int kGradients = -1;
+
+// One node of the tree: buffer out = spare[left] + gradients.
+struct TreeNode {
+    int left;  // spare that holds the sum of the earlier slots
+    int out;   // kGradients, or the spare that keeps the sum until its neighbour is done
+};
+
+// Buffer that the backward pass of local slot `slot` writes to.
+inline int slot_target(const ReductionPlan& plan, int slot) {
+    return slot % 2 == 0 && plan.slots_per_rank() > 1 ? 0 : kGradients;
+}
+
+// Nodes to add up once local slot `slot` is complete, in order: as many as `slot` has trailing ones.
+inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slot) {
+    std::vector<TreeNode> nodes;
+    const bool last = slot == plan.slots_per_rank() - 1;
+    for (int level = 0; (slot >> level) & 1; ++level) {
+        const bool ends_here = ((slot >> (level + 1)) & 1) == 0;
+        nodes.push_back({level, ends_here && !last ? level + 1 : kGradients});
+    }
+    return nodes;
+}
+
+}  // namespace llmc
