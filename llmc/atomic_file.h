@@ -2,7 +2,8 @@
 //
 // Data goes to `path`.tmp; commit() makes it durable and renames it over `path`. Until then an older
 // file of that name stays as it was, also across a crash, a full disk or a power cut. A .tmp file
-// left by a killed process is overwritten by the next writer.
+// left by a killed process is overwritten by the next writer. A program that may meet a file size
+// limit ignores SIGXFSZ, else the signal ends it before the Error.
 #pragma once
 
 #include <fcntl.h>
@@ -22,6 +23,26 @@
 
 namespace llmc {
 
+namespace detail {
+
+// Calls write_some(data, size), which is like write(2), until all is written. Returns 0 or errno.
+// One call moves less than 2 GiB on Linux, and may move less than it was asked to.
+template <class WriteSome>
+int write_all(WriteSome&& write_some, const char* data, size_t bytes) {
+    constexpr size_t kLargestWrite = size_t{1} << 30;
+    while (bytes > 0) {
+        const ssize_t written = write_some(data, std::min(bytes, kLargestWrite));
+        if (written < 0 && errno == EINTR) continue;
+        if (written < 0) return errno;
+        if (written == 0) return EIO;
+        data += written;
+        bytes -= static_cast<size_t>(written);
+    }
+    return 0;
+}
+
+}  // namespace detail
+
 class AtomicFile {
   public:
     // Creates `path`.tmp; the folder must exist. Error when that fails, or when another process is
@@ -38,17 +59,11 @@ class AtomicFile {
     // Error (a full disk) the file is gone and cannot be committed.
     void write(const void* data, size_t bytes) {
         require_open();
-        const char* next = static_cast<const char*>(data);
-        while (bytes > 0) {
-            // One call moves less than 2 GiB on Linux, and may move less than it was asked to.
-            const size_t piece = std::min(bytes, kLargestWrite);
-            const ssize_t written = ::write(fd_, next, piece);
-            if (written < 0 && errno == EINTR) continue;
-            if (written <= 0) fail("cannot write", written < 0 ? errno : EIO);
-            next += written;
-            bytes -= static_cast<size_t>(written);
-            bytes_written_ += static_cast<size_t>(written);
-        }
+        const int number = detail::write_all(
+            [this](const char* piece, size_t size) { return ::write(fd_, piece, size); },
+            static_cast<const char*>(data), bytes);
+        if (number != 0) fail("cannot write", number);
+        bytes_written_ += bytes;
     }
     void write(std::string_view text) { write(text.data(), text.size()); }
 
@@ -60,10 +75,7 @@ class AtomicFile {
     void commit() {
         require_open();
         while (::fsync(fd_) != 0) {
-            if (errno == EINTR) continue;
-            // Pipes and some devices have nothing to make durable.
-            if (errno == EINVAL || errno == ENOTSUP) break;
-            fail("cannot write", errno);
+            if (errno != EINTR) fail("cannot write", errno);
         }
         if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
             fail("cannot rename " + temporary_ + " to it", errno);
@@ -76,8 +88,6 @@ class AtomicFile {
     const std::string& path() const { return path_; }
 
   private:
-    static constexpr size_t kLargestWrite = size_t{1} << 30;
-
     // A lock keeps two processes out of one .tmp file. It belongs to the open file, so it also moves
     // with it in a rename: a file that is no longer at its name after locking is another writer's
     // finished one, and must not be touched.
