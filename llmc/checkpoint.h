@@ -237,7 +237,7 @@ class CheckpointState {
         const std::vector<int32_t> raw =
             llmc::read_header(file, "a state file", kStateMagic, kStateVersion);
         StateHeader header;
-        std::memcpy(&header, raw.data(), sizeof(header));
+        std::memcpy(static_cast<void*>(&header), raw.data(), sizeof(header));
         if (header.step != step || header.file_index != index || header.num_files < 1 ||
             header.num_files > 99999) {
             throw Error(format("%s: its header says step %lld, file %d of %d", file.path().c_str(),

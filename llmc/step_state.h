@@ -27,6 +27,20 @@ struct OutlierWindow {
 
 enum class SkipReason : int { none = 0, not_finite = 1, loss_outlier = 2, norm_outlier = 3 };
 
+inline const char* skip_reason_text(SkipReason reason) {
+    switch (reason) {
+        case SkipReason::none:
+            return "not skipped";
+        case SkipReason::not_finite:
+            return "loss or norm is not finite";
+        case SkipReason::loss_outlier:
+            return "the loss is an outlier (-sl)";
+        case SkipReason::norm_outlier:
+            return "the norm is an outlier (-sg)";
+    }
+    return "";
+}
+
 // Lives in device memory for the whole run. Checkpoints save it whole.
 struct StepState {
     // Carried from step to step.

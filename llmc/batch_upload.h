@@ -1,0 +1,136 @@
+// Tokens on their way to the device, from page-locked memory and without a wait of the host.
+#pragma once
+
+#include "llmc/cuda_common.h"
+#include "llmc/dataloader.h"
+#include "llmc/gpt2.h"
+#include "llmc/memory_plan.h"
+
+namespace llmc {
+
+// One step's micro-batches of this rank, and its StepInputs, in device memory.
+struct DeviceStep {
+    const int* tokens;   // (A,B,T)
+    const int* targets;  // (A,B,T)
+    const int* order;    // (A,B*T)
+    const StepInputs* step_inputs;
+    size_t per_micro_batch;  // B*T
+
+    MicroBatch micro_batch(int local) const {
+        const size_t offset = static_cast<size_t>(local) * per_micro_batch;
+        return {tokens + offset, targets + offset, order + offset};
+    }
+};
+
+// Training steps alternate between two sets of device buffers: while AdamW still reads one step's
+// inputs, the next step's are copied.
+class StepUpload {
+  public:
+    StepUpload() = default;
+    StepUpload(const StepUpload&) = delete;
+    StepUpload& operator=(const StepUpload&) = delete;
+    ~StepUpload() {
+        if (uploaded_ != nullptr) cudaEventDestroy(uploaded_);
+    }
+
+    void plan(MemoryPlan* memory, int micro_batches, int B, int T) {
+        per_micro_batch_ = static_cast<size_t>(B) * T;
+        count_ = static_cast<size_t>(micro_batches) * per_micro_batch_;
+        for (Slot& slot : slots_) {
+            memory->add("inputs", "tokens of two steps", &slot.tokens, count_);
+            memory->add("inputs", "tokens of two steps", &slot.targets, count_);
+            memory->add("inputs", "tokens of two steps", &slot.order, count_);
+            memory->add("inputs", "tokens of two steps", &slot.step_inputs, 1);
+        }
+    }
+    void open() { cuda_check(cudaEventCreateWithFlags(&uploaded_, cudaEventDisableTiming)); }
+
+    // Queues the copies on `copy_stream`; `main_stream` waits for them. All work on step - 1 but its
+    // AdamW must be complete, and `prepared` must stay until this step's is.
+    DeviceStep put(const PreparedStep& prepared, int step, cudaStream_t copy_stream,
+                   cudaStream_t main_stream) {
+        const Slot& slot = slots_[step % 2];
+        copy(slot.tokens, prepared.tokens.get(), count_, copy_stream);
+        copy(slot.targets, prepared.targets.get(), count_, copy_stream);
+        copy(slot.order, prepared.order.get(), count_, copy_stream);
+        copy(slot.step_inputs, prepared.inputs.get(), 1, copy_stream);
+        cuda_check(cudaEventRecord(uploaded_, copy_stream));
+        cuda_check(cudaStreamWaitEvent(main_stream, uploaded_, 0));
+        return {slot.tokens, slot.targets, slot.order, slot.step_inputs, per_micro_batch_};
+    }
+
+  private:
+    struct Slot {
+        int* tokens = nullptr;
+        int* targets = nullptr;
+        int* order = nullptr;
+        StepInputs* step_inputs = nullptr;
+    };
+    template <class T>
+    static void copy(T* to, const T* from, size_t count, cudaStream_t stream) {
+        cuda_check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream));
+    }
+
+    Slot slots_[2];
+    size_t count_ = 0;
+    size_t per_micro_batch_ = 0;
+    cudaEvent_t uploaded_ = nullptr;
+};
+
+// One micro-batch at a time, for evaluation: the host fills the next while the device reads this one.
+class BatchUpload {
+  public:
+    BatchUpload() = default;
+    BatchUpload(const BatchUpload&) = delete;
+    BatchUpload& operator=(const BatchUpload&) = delete;
+    ~BatchUpload() {
+        for (Slot& slot : slots_) {
+            if (slot.copied != nullptr) cudaEventDestroy(slot.copied);
+        }
+    }
+
+    void plan(MemoryPlan* memory, int B, int T) {
+        count_ = static_cast<size_t>(B) * T;
+        memory->add("inputs", "evaluation", &inputs_, count_);
+        memory->add("inputs", "evaluation", &targets_, count_);
+    }
+    void open() {
+        for (Slot& slot : slots_) {
+            slot.inputs = PinnedBuffer<int>(count_);
+            slot.targets = PinnedBuffer<int>(count_);
+            std::fill_n(slot.inputs.get(), count_, 0);
+            std::fill_n(slot.targets.get(), count_, -1);
+            cuda_check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming));
+        }
+    }
+
+    // fill(int* inputs (B,T), int* targets (B,T)) writes host memory; the copies are queued on
+    // `stream` and ordered with the work there.
+    template <class Fill>
+    MicroBatch put(cudaStream_t stream, Fill&& fill) {
+        Slot& slot = slots_[next_++ % 2];
+        cuda_check(cudaEventSynchronize(slot.copied));
+        fill(slot.inputs.get(), slot.targets.get());
+        const size_t bytes = count_ * sizeof(int);
+        cuda_check(
+            cudaMemcpyAsync(inputs_, slot.inputs.get(), bytes, cudaMemcpyHostToDevice, stream));
+        cuda_check(
+            cudaMemcpyAsync(targets_, slot.targets.get(), bytes, cudaMemcpyHostToDevice, stream));
+        cuda_check(cudaEventRecord(slot.copied, stream));
+        return {inputs_, targets_, nullptr};
+    }
+
+  private:
+    struct Slot {
+        PinnedBuffer<int> inputs;
+        PinnedBuffer<int> targets;
+        cudaEvent_t copied = nullptr;
+    };
+    Slot slots_[2];
+    unsigned next_ = 0;
+    size_t count_ = 0;
+    int* inputs_ = nullptr;
+    int* targets_ = nullptr;
+};
+
+}  // namespace llmc

@@ -1,0 +1,352 @@
+// Sizes, memory and weights of a GPT2: what happens once, before the first step.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "llmc/checkpoint.h"
+#include "llmc/cpu/parallel.h"
+#include "llmc/gpt2.h"
+#include "llmc/hash.h"
+#include "llmc/launchers.h"
+#include "llmc/model_file.h"
+#include "llmc/rng.h"
+#include "llmc/step_state_init.h"
+
+namespace llmc {
+
+// Tensors whose gradients become final together and are reduced together.
+struct GradientGroup {
+    size_t first;  // in the order of gradient_order()
+    size_t count;
+    size_t max_count;  // largest number of elements among them
+};
+
+struct LayerTensor {
+    Param id;
+    size_t layer;
+};
+
+// All layers of all tensors in the order in which the backward pass finishes them: the final
+// LayerNorm, layers L-1 ... 0, wte and wpe.
+inline std::vector<LayerTensor> gradient_order(const ModelConfig& config) {
+    std::vector<LayerTensor> order = {{Param::lnfw, 0}, {Param::lnfb, 0}};
+    for (int layer = config.num_layers - 1; layer >= 0; --layer) {
+        for (const ParamInfo& info : param_table()) {
+            if (info.per_layer) order.push_back({info.id, static_cast<size_t>(layer)});
+        }
+    }
+    order.push_back({Param::wte, 0});
+    order.push_back({Param::wpe, 0});
+    return order;
+}
+
+// Groups by number: 0 the final LayerNorm, 1 + k layer L-1-k, L + 1 the embeddings.
+inline std::vector<GradientGroup> gradient_groups(const GPT2& model) {
+    const std::vector<LayerTensor> order = gradient_order(model.config);
+    const size_t per_layer = (order.size() - 4) / model.config.num_layers;
+    std::vector<GradientGroup> groups = {{0, 2, 0}};
+    for (int k = 0; k < model.config.num_layers; ++k) {
+        groups.push_back({2 + k * per_layer, per_layer, 0});
+    }
+    groups.push_back({order.size() - 2, 2, 0});
+    for (GradientGroup& group : groups) {
+        for (size_t i = group.first; i < group.first + group.count; ++i) {
+            group.max_count = std::max(group.max_count, model.layout.layer_elements(order[i].id));
+        }
+    }
+    return groups;
+}
+
+namespace detail {
+
+inline void plan_activations(GPT2* model) {
+    const size_t rows = static_cast<size_t>(model->batch) * model->sequence;
+    const size_t C = model->config.channels, L = model->config.num_layers;
+    const size_t per_head = rows * model->config.num_heads;
+    const size_t kept_gelu = model->recompute >= 1 ? 1 : L;
+    const size_t kept_norm = model->recompute >= 2 ? 1 : L;
+    const size_t widest = std::max<size_t>(model->config.padded_vocab_size,
+                                           4 * C);  // gradients (B,T,4C) go there too
+    Activations& a = model->acts;
+    MemoryPlan& memory = model->memory;
+    const char* what = "activations";
+    memory.add(what, "encoded", &a.encoded, rows * C);
+    memory.add(what, "ln1", &a.ln1, kept_norm * rows * C);
+    memory.add(what, "LayerNorm statistics", &a.ln1_mean, L * rows);
+    memory.add(what, "LayerNorm statistics", &a.ln1_rstd, L * rows);
+    memory.add(what, "LayerNorm statistics", &a.ln2_mean, L * rows);
+    memory.add(what, "LayerNorm statistics", &a.ln2_rstd, L * rows);
+    memory.add(what, "LayerNorm statistics", &a.lnf_mean, rows);
+    memory.add(what, "LayerNorm statistics", &a.lnf_rstd, rows);
+    memory.add(what, "qkv", &a.qkv, L * rows * 3 * C);
+    memory.add(what, "atty", &a.atty, L * rows * C);
+    memory.add(what, "att_lse", &a.att_lse, L * per_head);
+    memory.add(what, "residual2", &a.residual2, L * rows * C);
+    memory.add(what, "ln2", &a.ln2, kept_norm * rows * C);
+    memory.add(what, "fch", &a.fch, L * rows * 4 * C);
+    memory.add(what, "fch_gelu", &a.fch_gelu, kept_gelu * rows * 4 * C);
+    memory.add(what, "residual3", &a.residual3, L * rows * C);
+    memory.add(what, "lnf", &a.lnf, rows * C);
+    memory.add(what, "logits and their gradient", &a.logits, rows * widest);
+    memory.add(what, "losses", &a.losses, rows);
+    memory.add(what, "projection", &a.projection, rows * C);
+    memory.add(what, "dresidual", &a.dresidual, rows * C);
+}
+
+// The largest scratch that a launcher asks for at this model's shapes.
+inline size_t scratch_bytes(const GPT2& model) {
+    const int B = model.batch, T = model.sequence, C = model.config.channels;
+    const int rows = B * T;
+    return std::max({encoder_backward_scratch_bytes(B, T, C),
+                     layernorm_backward_scratch_bytes(rows, C),
+                     matmul_backward_weight_scratch_bytes(rows, C, model.config.padded_vocab_size),
+                     matmul_backward_weight_scratch_bytes(rows, C, 4 * C),
+                     matmul_backward_weight_scratch_bytes(rows, 4 * C, C),
+                     matmul_backward_weight_scratch_bytes(rows, C, 3 * C),
+                     matmul_backward_weight_scratch_bytes(rows, C, C),
+                     attention_backward_scratch_bytes(B, T, C, model.config.num_heads),
+                     global_norm_chunks_scratch_bytes(model.num_chunks, model.max_chunk)});
+}
+
+template <class T>
+void upload(T* device, const std::vector<T>& host) {
+    if (host.empty()) return;
+    cuda_check(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
+inline size_t num_layer_tensors(const GPT2& model) {
+    return gradient_order(model.config).size();
+}
+
+// Number of the table of ranges for one level of the tree that ends in a spare or in the gradients.
+inline size_t tree_table(int level, bool to_spare) {
+    return 2 * static_cast<size_t>(level) + to_spare;
+}
+
+inline void upload_tree_ranges(GPT2* model) {
+    std::vector<TreeRange<gradX>> ranges;
+    for (int level = 0; level < model->plan.num_spares(); ++level) {
+        for (const bool to_spare : {false, true}) {
+            const bool has_next = level + 1 < model->plan.num_spares();
+            const ParamTensors<gradX>& out =
+                to_spare && has_next ? model->spares[level + 1] : model->grads;
+            for (const LayerTensor& t : gradient_order(model->config)) {
+                ranges.push_back({out.at(t.id, t.layer), model->spares[level].at(t.id, t.layer),
+                                  model->grads.at(t.id, t.layer),
+                                  model->layout.layer_elements(t.id)});
+            }
+        }
+    }
+    upload(model->tree_ranges, ranges);
+}
+
+// Chunks in (tensor, layer, k) order.
+inline void upload_norm_chunks(GPT2* model) {
+    std::vector<NormChunk<gradX>> chunks;
+    const size_t pieces = model->plan.chunks_per_tensor();
+    model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+        for (size_t k = 0; k < pieces; ++k) {
+            const ElementRange range = state_part(model->layout.layer_elements(info.id), k, pieces);
+            chunks.push_back({model->grads.at(info.id, layer) + range.begin, range.count()});
+        }
+    });
+    upload(model->norm_chunks, chunks);
+}
+
+inline void upload_adamw_segments(GPT2* model, const MultiGpuConfig& multi_gpu) {
+    std::vector<AdamwSegment<floatX, gradX>> segments;
+    model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+        const ShardInfo shard =
+            multi_gpu_get_shard_offset(model->layout.layer_elements(info.id), &multi_gpu, 1);
+        segments.push_back({model->params.at(info.id, layer) + shard.offset,
+                            model->use_master ? model->master.at(info.id, layer) : nullptr,
+                            model->grads.at(info.id, layer) + shard.offset,
+                            model->m.at(info.id, layer), model->v.at(info.id, layer), shard.size,
+                            model->layout.model_offset(info.id, layer) + shard.offset,
+                            info.weight_decay ? model->weight_decay : 0.0f});
+    });
+    upload(model->adamw_segments, segments);
+}
+
+}  // namespace detail
+
+inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
+    const int shards = multi_gpu.zero_stage >= 1 ? multi_gpu.num_processes : 1;
+    model->layout = ParamLayout(model->config);
+    model->state_layout = ParamLayout(model->config, shards);
+    // In fp32 the weights are their own master copy.
+    model->use_master = model->use_master && sizeof(floatX) < sizeof(float);
+    const size_t tensors = detail::num_layer_tensors(*model);
+    const size_t pieces = model->plan.chunks_per_tensor();
+    model->num_segments = tensors;
+    model->num_chunks = tensors * pieces;
+    model->max_tensor = model->max_segment = model->max_chunk = 0;
+    model->layout.for_each_layer([&](const ParamInfo& info, size_t) {
+        const size_t elements = model->layout.layer_elements(info.id);
+        model->max_tensor = std::max(model->max_tensor, elements);
+        model->max_segment = std::max(model->max_segment, elements / shards);
+        model->max_chunk = std::max(model->max_chunk, (elements + pieces - 1) / pieces);
+    });
+
+    MemoryPlan& memory = model->memory;
+    const size_t whole = model->layout.buffer_elements();
+    const size_t state = model->state_layout.buffer_elements();
+    memory.add("weights", kPrecisionName, &model->params.base, whole);
+    memory.add("gradients", "sum of the step", &model->grads.base, whole);
+    static const char* kSpareNames[] = {"spare of tree level 0", "spare of tree level 1",
+                                        "spare of tree level 2", "spare of tree level 3",
+                                        "spare of tree level 4", "spare of tree level 5",
+                                        "spare of tree level 6", "spare of tree level 7",
+                                        "spare of tree level 8", "spare of tree level 9"};
+    model->spares.resize(model->plan.num_spares());
+    for (size_t level = 0; level < model->spares.size(); ++level) {
+        memory.add("gradients", kSpareNames[level], &model->spares[level].base, whole);
+    }
+    memory.add("optimizer", "m", &model->m.base, state);
+    memory.add("optimizer", "v", &model->v.base, state);
+    memory.add("optimizer", "master weights", &model->master.base, model->use_master ? state : 0);
+    detail::plan_activations(model);
+    memory.add("scratch", "of the kernels", &model->acts.scratch, detail::scratch_bytes(*model));
+    memory.add("step", "losses, norms, tables", &model->step_state, 1);
+    memory.add("step", "losses, norms, tables", &model->micro_losses,
+               model->plan.num_micro_batches);
+    memory.add("step", "losses, norms, tables", &model->chunk_sums, model->num_chunks);
+    memory.add("step", "losses, norms, tables", &model->adamw_segments, tensors);
+    memory.add("step", "losses, norms, tables", &model->norm_chunks, model->num_chunks);
+    memory.add("step", "losses, norms, tables", &model->tree_ranges,
+               2 * model->spares.size() * tensors);
+}
+
+inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
+    // LLMC_POISON fills memory with NaN first, so that a test can show that nothing is read unwritten.
+    const bool poison = std::getenv("LLMC_POISON") != nullptr;
+    model->memory.allocate(poison ? 0xff : -1);
+    for (ParamTensors<float>* state : {&model->m, &model->v, &model->master}) {
+        state->layout = &model->state_layout;
+    }
+    model->params.layout = &model->layout;
+    model->grads.layout = &model->layout;
+    for (ParamTensors<gradX>& spare : model->spares) spare.layout = &model->layout;
+
+    // No kernel writes the rows of wpe past T, so their gradient must be +0 from the start.
+    const size_t gradient_bytes = model->layout.buffer_elements() * sizeof(gradX);
+    cuda_check(cudaMemset(model->grads.base, 0, gradient_bytes));
+    for (ParamTensors<gradX>& spare : model->spares) {
+        cuda_check(cudaMemset(spare.base, 0, gradient_bytes));
+    }
+    const size_t state_bytes = model->state_layout.buffer_elements() * sizeof(float);
+    cuda_check(cudaMemset(model->m.base, 0, state_bytes));
+    cuda_check(cudaMemset(model->v.base, 0, state_bytes));
+
+    detail::upload_tree_ranges(model);
+    detail::upload_norm_chunks(model);
+    detail::upload_adamw_segments(model, multi_gpu);
+    const StepState start = initial_step_state();
+    cuda_check(cudaMemcpy(model->step_state, &start, sizeof(start), cudaMemcpyHostToDevice));
+
+    cuda_check(cudaStreamCreateWithFlags(&model->main_stream, cudaStreamNonBlocking));
+    cuda_check(cudaStreamCreateWithFlags(&model->copy_stream, cudaStreamNonBlocking));
+    cuda_check(cudaEventCreateWithFlags(&model->decided, cudaEventDisableTiming));
+    cuda_check(cudaMallocHost(&model->host_state, sizeof(StepState)));
+}
+
+inline void gpt2_free(GPT2* model) {
+    if (model->main_stream == nullptr) return;
+    cudaDeviceSynchronize();
+    cudaEventDestroy(model->decided);
+    cudaStreamDestroy(model->main_stream);
+    cudaStreamDestroy(model->copy_stream);
+    cudaFreeHost(model->host_state);
+    model->main_stream = nullptr;
+}
+
+// Sets weights and master weights from `values(info, layer, float* to)`, which fills one layer.
+template <class Values>
+void gpt2_set_weights(GPT2* model, const MultiGpuConfig& multi_gpu, Values&& values) {
+    std::vector<float> wide;
+    std::vector<floatX> narrow;
+    model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+        const size_t count = model->layout.layer_elements(info.id);
+        wide.resize(count);
+        narrow.resize(count);
+        values(info, layer, wide.data());
+        cpu::parallel_for(count, 1 << 16, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; ++i) narrow[i] = from_float<floatX>(wide[i]);
+        });
+        cuda_check(cudaMemcpy(model->params.at(info.id, layer), narrow.data(),
+                              count * sizeof(floatX), cudaMemcpyHostToDevice));
+        if (!model->use_master) return;
+        const ShardInfo shard = multi_gpu_get_shard_offset(count, &multi_gpu, 1);
+        cuda_check(cudaMemcpy(model->master.at(info.id, layer), wide.data() + shard.offset,
+                              shard.size * sizeof(float), cudaMemcpyHostToDevice));
+    });
+}
+
+inline void gpt2_init_random(GPT2* model, uint64_t seed, const MultiGpuConfig& multi_gpu) {
+    const double residual_scale = 1.0 / std::sqrt(2.0 * model->config.num_layers);
+    gpt2_set_weights(model, multi_gpu, [&](const ParamInfo& info, size_t layer, float* to) {
+        const size_t count = model->layout.layer_elements(info.id);
+        if (info.init == ParamInit::zeros || info.init == ParamInit::ones) {
+            std::fill_n(to, count, info.init == ParamInit::ones ? 1.0f : 0.0f);
+            return;
+        }
+        const double scale = info.init == ParamInit::normal_residual ? 0.02 * residual_scale : 0.02;
+        const uint64_t first = model->layout.model_offset(info.id, layer);
+        // Rows of wte that no token names stay 0.
+        const size_t drawn = info.id == Param::wte ? static_cast<size_t>(model->config.vocab_size) *
+                                                         model->config.channels
+                                                   : count;
+        std::fill(to + drawn, to + count, 0.0f);
+        cpu::parallel_for(drawn, 1 << 16, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end;) {
+                const uint64_t index = first + i;
+                const Normal4 normal =
+                    random_normal4(seed, RandomPurpose::kWeightInit, 0, index / 4);
+                for (uint64_t lane = index % 4; lane < 4 && i < end; ++lane, ++i) {
+                    to[i] = static_cast<float>(scale * normal.lane[lane]);
+                }
+            }
+        });
+    });
+}
+
+inline void gpt2_load_weights(GPT2* model, const std::string& path,
+                              const MultiGpuConfig& multi_gpu) {
+    const ModelFile file(path);
+    gpt2_set_weights(model, multi_gpu, [&](const ParamInfo& info, size_t layer, float* to) {
+        file.read_layer(info.id, layer, to);
+    });
+}
+
+// Calls use(info, layer, host_data) with every layer of `tensors` copied to the host. Waits for the
+// streams first.
+template <class T, class Use>
+void for_each_host_layer(const ParamTensors<T>& tensors, Use&& use) {
+    cuda_check(cudaDeviceSynchronize());
+    std::vector<T> host;
+    tensors.layout->for_each_layer([&](const ParamInfo& info, size_t layer) {
+        host.resize(tensors.layout->part_elements(info.id));
+        cuda_check(cudaMemcpy(host.data(), tensors.at(info.id, layer), host.size() * sizeof(T),
+                              cudaMemcpyDeviceToHost));
+        use(info, layer, host.data());
+    });
+}
+
+// Hash of one array of parameters; the hashes of the shards of N ranks add up to the whole's.
+template <class T>
+uint64_t hash_of_tensors(const ParamTensors<T>& tensors, const MultiGpuConfig& multi_gpu,
+                         const ParamLayout& layout) {
+    uint64_t hash = 0;
+    for_each_host_layer(tensors, [&](const ParamInfo& info, size_t layer, const T* data) {
+        const size_t part = tensors.layout->part_elements(info.id);
+        const size_t offset =
+            part < layout.layer_elements(info.id) ? multi_gpu.process_rank * part : 0;
+        hash += hash_elements(data, sizeof(T), part, layout.model_offset(info.id, layer) + offset);
+    });
+    return hash;
+}
+
+}  // namespace llmc

@@ -1,0 +1,868 @@
+// Trains GPT-2: forward, backward, update, and the loop around them.
+//
+// This file says in which order things happen. How each is computed stands behind launchers.h, how a
+// run is described in options.h, which data a step sees in dataloader.h, how gradients are summed in
+// reduction.h, and how several processes work on one step in zero.cuh.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/batch_upload.h"
+#include "llmc/dataloader.h"
+#include "llmc/device_info.h"
+#include "llmc/eval_loader.h"
+#include "llmc/gpt2.h"
+#include "llmc/gpt2_checkpoint.h"
+#include "llmc/gpt2_setup.h"
+#include "llmc/launchers.h"
+#include "llmc/logger.h"
+#include "llmc/mfu.h"
+#include "llmc/model_name.h"
+#include "llmc/options.h"
+#include "llmc/run_info.h"
+#include "llmc/sampler.h"
+#include "llmc/schedulers.h"
+#include "llmc/stop_signal.h"
+#include "llmc/tokenizer.h"
+#include "llmc/zero.cuh"
+
+#ifdef LLMC_CPU
+#include "llmc/cpu/openblas_core.h"
+#endif
+
+namespace llmc {
+
+// ------------------------------------------------------------------------------------------------
+// The model: forward, backward, update
+
+// Activations of layer l when `rows` = B * T positions are in use.
+static Activations at_layer(const GPT2& model, int l, size_t rows) {
+    const size_t layer = static_cast<size_t>(l) * rows;
+    const size_t C = model.config.channels, NH = model.config.num_heads;
+    Activations a = model.acts;
+    if (model.recompute < 2) a.ln1 += layer * C;
+    if (model.recompute < 2) a.ln2 += layer * C;
+    if (model.recompute < 1) a.fch_gelu += layer * 4 * C;
+    a.ln1_mean += layer;
+    a.ln1_rstd += layer;
+    a.qkv += layer * 3 * C;
+    a.atty += layer * C;
+    a.att_lse += layer * NH;
+    a.residual2 += layer * C;
+    a.ln2_mean += layer;
+    a.ln2_rstd += layer;
+    a.fch += layer * 4 * C;
+    a.residual3 += layer * C;
+    return a;
+}
+
+// The residual stream that enters layer l.
+static floatX* residual_into(const GPT2& model, int l, size_t rows) {
+    return l == 0 ? model.acts.encoded : at_layer(model, l - 1, rows).residual3;
+}
+
+void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
+    const int rows = B * T, C = model->config.channels, NH = model->config.num_heads;
+    const ParamTensors<floatX>& w = model->params;
+    cudaStream_t stream = model->main_stream;
+    Activations& acts = model->acts;
+
+    encoder_forward(acts.encoded, inputs, w.at(Param::wte), w.at(Param::wpe), B, T, C, stream);
+    Activations a = at_layer(*model, 0, rows);
+    layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, acts.encoded, w.at(Param::ln1w),
+                      w.at(Param::ln1b), rows, C, stream);
+    for (int l = 0; l < model->config.num_layers; ++l) {
+        a = at_layer(*model, l, rows);
+        matmul_forward(a.qkv, a.ln1, w.at(Param::qkvw, l), w.at(Param::qkvb, l), rows, C, 3 * C,
+                       stream);
+        attention_forward(a.atty, a.att_lse, a.qkv, B, T, C, NH, stream);
+        matmul_forward(acts.projection, a.atty, w.at(Param::attprojw, l), w.at(Param::attprojb, l),
+                       rows, C, C, stream);
+        fused_residual_layernorm_forward(
+            a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual_into(*model, l, rows),
+            acts.projection, w.at(Param::ln2w, l), w.at(Param::ln2b, l), rows, C, stream);
+        matmul_forward(a.fch, a.ln2, w.at(Param::fcw, l), w.at(Param::fcb, l), rows, C, 4 * C,
+                       stream);
+        gelu_forward(a.fch_gelu, a.fch, static_cast<size_t>(rows) * 4 * C, stream);
+        matmul_forward(acts.projection, a.fch_gelu, w.at(Param::fcprojw, l),
+                       w.at(Param::fcprojb, l), rows, 4 * C, C, stream);
+        if (l + 1 < model->config.num_layers) {
+            const Activations next = at_layer(*model, l + 1, rows);
+            fused_residual_layernorm_forward(a.residual3, next.ln1, next.ln1_mean, next.ln1_rstd,
+                                             a.residual2, acts.projection, w.at(Param::ln1w, l + 1),
+                                             w.at(Param::ln1b, l + 1), rows, C, stream);
+        } else {
+            fused_residual_layernorm_forward(a.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd,
+                                             a.residual2, acts.projection, w.at(Param::lnfw),
+                                             w.at(Param::lnfb), rows, C, stream);
+        }
+    }
+}
+
+void gpt2_logits(GPT2* model, int first, int rows) {
+    const int C = model->config.channels;
+    const floatX* no_bias = nullptr;
+    matmul_forward(model->acts.logits, model->acts.lnf + static_cast<size_t>(first) * C,
+                   model->params.at(Param::wte), no_bias, rows, C, model->config.padded_vocab_size,
+                   model->main_stream);
+}
+
+void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss) {
+    gpt2_logits(model, 0, B * T);
+    fused_classifier(model->acts.logits, model->acts.losses, batch.targets, 0.0f, B * T,
+                     model->config.vocab_size, model->config.padded_vocab_size, false,
+                     model->main_stream);
+    mean_loss(loss, model->acts.losses, B * T, model->main_stream);
+}
+
+namespace {
+
+// Where one micro-batch's gradients go, and what follows once they are there.
+struct GradientTarget {
+    ParamTensors<gradX> grads;
+    bool accumulate;              // add to what an earlier micro-batch of the slot left
+    bool slot_complete;           // the slot's last micro-batch
+    bool step_complete;           // the rank's last micro-batch: reduce as gradients become final
+    std::vector<TreeNode> nodes;  // to add up once the slot is complete
+};
+
+GradientTarget gradient_target(const GPT2& model, int local) {
+    const ReductionPlan& plan = model.plan;
+    const int slot = local / plan.micro_per_slot(), place = local % plan.micro_per_slot();
+    const int buffer = slot_target(plan, slot);
+    GradientTarget target;
+    target.grads = buffer == kGradients ? model.grads : model.spares[buffer];
+    target.accumulate = place > 0;
+    target.slot_complete = place == plan.micro_per_slot() - 1;
+    target.step_complete = local == plan.micro_per_rank() - 1;
+    if (target.slot_complete) target.nodes = nodes_after_slot(plan, slot);
+    return target;
+}
+
+// Adds up the tree's nodes for a range of tensors, given in the order of gradient_order().
+void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t first, size_t count,
+                    size_t max_count) {
+    const size_t tensors = detail::num_layer_tensors(*model);
+    for (const TreeNode& node : nodes) {
+        const size_t table = detail::tree_table(node.left, node.out != kGradients);
+        tree_add(model->tree_ranges + table * tensors + first, static_cast<int>(count), max_count,
+                 model->main_stream);
+    }
+}
+
+// The gradients of a group are final on this rank for this micro-batch.
+void finish_group(GPT2* model, const GradientTarget& target, const GradientGroup& group) {
+    if (!target.step_complete) return;
+    add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
+}
+
+// Backward pass of the MLP: from the gradient of residual3, in acts.dresidual, to that of residual2.
+void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
+    const int C = model->config.channels;
+    const ParamTensors<floatX>& w = model->params;
+    const ParamTensors<gradX>& g = target.grads;
+    const bool accumulate = target.accumulate;
+    cudaStream_t stream = model->main_stream;
+    const Activations a = at_layer(*model, l, rows);
+    floatX* dfch = a.logits;
+    const size_t hidden = static_cast<size_t>(rows) * 4 * C;
+
+    if (model->recompute >= 1) gelu_forward(a.fch_gelu, a.fch, hidden, stream);
+    matmul_backward_weight(g.at(Param::fcprojw, l), g.at(Param::fcprojb, l), a.dresidual,
+                           a.fch_gelu, a.scratch, rows, 4 * C, C, accumulate, stream);
+    matmul_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), rows, 4 * C, C, stream);
+    gelu_backward(dfch, dfch, a.fch, hidden, stream);
+    if (model->recompute >= 2) {
+        layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.at(Param::ln2w, l),
+                          w.at(Param::ln2b, l), rows, C, stream);
+    }
+    matmul_backward_weight(g.at(Param::fcw, l), g.at(Param::fcb, l), dfch, a.ln2, a.scratch, rows,
+                           C, 4 * C, accumulate, stream);
+    matmul_backward_input(a.projection, dfch, w.at(Param::fcw, l), rows, C, 4 * C, stream);
+    layernorm_backward(a.dresidual, g.at(Param::ln2w, l), g.at(Param::ln2b, l), a.projection,
+                       a.residual2, w.at(Param::ln2w, l), a.ln2_mean, a.ln2_rstd, a.scratch, rows,
+                       C, true, accumulate, stream);
+}
+
+// Backward pass of attention: from the gradient of residual2 to that of the layer's input.
+void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& target) {
+    const int rows = B * T, C = model->config.channels;
+    const ParamTensors<floatX>& w = model->params;
+    const ParamTensors<gradX>& g = target.grads;
+    const bool accumulate = target.accumulate;
+    cudaStream_t stream = model->main_stream;
+    const Activations a = at_layer(*model, l, rows);
+    const floatX* residual = residual_into(*model, l, rows);
+    floatX* dqkv = a.logits;
+
+    matmul_backward_weight(g.at(Param::attprojw, l), g.at(Param::attprojb, l), a.dresidual, a.atty,
+                           a.scratch, rows, C, C, accumulate, stream);
+    matmul_backward_input(a.projection, a.dresidual, w.at(Param::attprojw, l), rows, C, C, stream);
+    attention_backward(dqkv, a.projection, a.qkv, a.atty, a.att_lse, a.scratch, B, T, C,
+                       model->config.num_heads, stream);
+    if (model->recompute >= 2) {
+        layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.at(Param::ln1w, l),
+                          w.at(Param::ln1b, l), rows, C, stream);
+    }
+    matmul_backward_weight(g.at(Param::qkvw, l), g.at(Param::qkvb, l), dqkv, a.ln1, a.scratch, rows,
+                           C, 3 * C, accumulate, stream);
+    matmul_backward_input(a.projection, dqkv, w.at(Param::qkvw, l), rows, C, 3 * C, stream);
+    layernorm_backward(a.dresidual, g.at(Param::ln1w, l), g.at(Param::ln1b, l), a.projection,
+                       residual, w.at(Param::ln1w, l), a.ln1_mean, a.ln1_rstd, a.scratch, rows, C,
+                       true, accumulate, stream);
+}
+
+}  // namespace
+
+void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
+                              MultiGpuConfig* multi_gpu) {
+    const ReductionPlan& plan = model->plan;
+    const int B = model->batch, T = model->sequence, rows = B * T;
+    const int C = model->config.channels, Vp = model->config.padded_vocab_size;
+    const GradientTarget target = gradient_target(*model, local);
+    const ParamTensors<gradX>& g = target.grads;
+    const ParamTensors<floatX>& w = model->params;
+    const std::vector<GradientGroup> groups = gradient_groups(*model);
+    Activations& a = model->acts;
+    cudaStream_t stream = model->main_stream;
+
+    // Summed over the step, gradients must come out as the mean over its d tokens; on the plain path
+    // ncclAvg divides by N, so only this rank's share is divided here.
+    const int summed = plan.canonical ? plan.num_micro_batches : plan.micro_per_rank();
+    const float dloss = 1.0f / (static_cast<float>(rows) * static_cast<float>(summed));
+    gpt2_logits(model, 0, rows);
+    fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size, Vp,
+                     true, stream);
+    const int index = multi_gpu->process_rank * plan.micro_per_rank() + local;
+    mean_loss(model->micro_losses + index, a.losses, rows, stream);
+
+    gradX* no_bias = nullptr;
+    matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
+                           target.accumulate, stream);
+    matmul_backward_input(a.projection, a.logits, w.at(Param::wte), rows, C, Vp, stream);
+    layernorm_backward(a.dresidual, g.at(Param::lnfw), g.at(Param::lnfb), a.projection,
+                       residual_into(*model, model->config.num_layers, rows), w.at(Param::lnfw),
+                       a.lnf_mean, a.lnf_rstd, a.scratch, rows, C, false, target.accumulate,
+                       stream);
+    finish_group(model, target, groups.front());
+    for (int l = model->config.num_layers - 1; l >= 0; --l) {
+        backward_mlp(model, l, rows, target);
+        backward_attention(model, l, B, T, target);
+        finish_group(model, target, groups[model->config.num_layers - l]);
+    }
+    encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
+                     a.scratch, B, T, C, target.accumulate, stream);
+    finish_group(model, target, groups.back());
+
+    if (target.slot_complete && !target.step_complete) {
+        const size_t all = detail::num_layer_tensors(*model);
+        add_tree_nodes(model, target.nodes, 0, all, model->max_tensor);
+    }
+}
+
+void gpt2_update(GPT2* model, const StepInputs* inputs) {
+    cudaStream_t stream = model->main_stream;
+    global_norm_chunks(model->chunk_sums, model->norm_chunks, static_cast<int>(model->num_chunks),
+                       model->max_chunk, model->acts.scratch, stream);
+    decide_step(model->step_state, model->micro_losses, model->plan.num_micro_batches,
+                model->chunk_sums, model->num_chunks, model->rules, stream);
+    // The host learns of the decision while AdamW still runs.
+    cuda_check(cudaMemcpyAsync(model->host_state, model->step_state, sizeof(StepState),
+                               cudaMemcpyDeviceToHost, stream));
+    cuda_check(cudaEventRecord(model->decided, stream));
+    adamw_update(model->adamw_segments, static_cast<int>(model->num_segments), model->max_segment,
+                 model->adamw, inputs, model->step_state, stream);
+}
+
+// ------------------------------------------------------------------------------------------------
+// A run: the model with its data, and where its results go
+
+namespace {
+
+struct Run {
+    Options options;
+    std::vector<std::string> command_line;
+    MultiGpuConfig multi_gpu;
+    ResolvedBatch batch;
+    LearningRateScheduler schedule;
+    int num_steps = 0;
+    int first_step = 0;
+
+    std::unique_ptr<TokenDataset> train_data;
+    std::unique_ptr<TokenDataset> val_data;
+    std::unique_ptr<EvalDataset> hellaswag;
+    std::optional<Tokenizer> tokenizer;
+    std::unique_ptr<CheckpointState> checkpoint;  // to resume from
+
+    GPT2 model;
+    StepUpload step_upload;    // a training step's tokens in device memory
+    BatchUpload batch_upload;  // one micro-batch for evaluation
+    double* val_losses = nullptr;
+    Logger log;
+
+    bool is_main() const { return multi_gpu.process_rank == 0; }
+    int val_batches() const {
+        return static_cast<int>(std::min<uint64_t>(
+            options.val_batches, val_data->validation_micro_batches(options.batch_size)));
+    }
+};
+
+// printf on rank 0 alone.
+__attribute__((format(printf, 2, 3))) void print0(const Run& run, const char* text, ...) {
+    if (!run.is_main()) return;
+    va_list args;
+    va_start(args, text);
+    std::vprintf(text, args);
+    va_end(args);
+    std::fflush(stdout);
+}
+
+constexpr const char* kDefaultModel = "gpt2_124M_bf16.bin";
+constexpr const char* kHellaswagFile = "dev/data/hellaswag/hellaswag_val.bin";
+constexpr const char* kTokenizerFile = "gpt2_tokenizer.bin";
+
+bool is_file(const std::string& path) {
+    return ::access(path.c_str(), F_OK) == 0;
+}
+
+// ---- set-up: everything that can be wrong is found here, before anything is written ----
+
+// The model's shape: from the checkpoint, -e, or the default.
+ModelConfig choose_model(Run& run) {
+    Options& options = run.options;
+    if (options.model.empty() && run.checkpoint) return run.checkpoint->header().config;
+    if (options.model.empty()) {
+        options.model = is_file(kDefaultModel) ? kDefaultModel : "d12";
+        if (options.model == "d12") {
+            print0(run, "no -e and no %s: a d12 (124M) from random weights\n", kDefaultModel);
+        }
+    }
+    const std::optional<ModelConfig> named = parse_model_name(options.model);
+    return named ? *named : ModelFile(options.model).config();
+}
+
+void find_checkpoint(Run& run) {
+    const Options& options = run.options;
+    if (options.output_dir.empty()) return;
+    const std::vector<int> steps = complete_checkpoints(options.output_dir);
+    if (!options.resume) {
+        if (steps.empty()) return;
+        throw Error(
+            format("-o %s: holds checkpoints of an earlier run (step %d); add -y 1 to go on "
+                   "from it, or name another folder",
+                   options.output_dir.c_str(), steps.back()));
+    }
+    if (steps.empty()) {
+        print0(run, "no checkpoint in %s: starting anew\n", options.output_dir.c_str());
+        return;
+    }
+    run.checkpoint = std::make_unique<CheckpointState>(options.output_dir, steps.back());
+    run.first_step = steps.back();
+}
+
+void open_data(Run& run) {
+    const Options& options = run.options;
+    const ModelConfig& config = run.model.config;
+    if (options.seq_len > config.max_seq_len) {
+        throw Error(format("-t %d: the model's longest sequence is %d", options.seq_len,
+                           config.max_seq_len));
+    }
+    run.train_data = std::make_unique<TokenDataset>(
+        expand_pattern(options.train_data, "-i"), options.seq_len, config.vocab_size, options.seed,
+        !options.overfit_single_batch, "-i " + options.train_data, run.is_main());
+    run.train_data->require_batch(options.batch_size);
+    if (options.val_every > 0) {
+        run.val_data = std::make_unique<TokenDataset>(
+            expand_pattern(options.val_data, "-j"), options.seq_len, config.vocab_size,
+            options.seed, false, "-j " + options.val_data, run.is_main());
+        run.val_data->require_batch(options.batch_size);
+    }
+    if (options.hellaswag) {
+        if (!is_file(kHellaswagFile)) {
+            throw Error(
+                format("-h 1: %s is missing; dev/data/hellaswag.py makes it", kHellaswagFile));
+        }
+        run.hellaswag = std::make_unique<EvalDataset>(kHellaswagFile, options.batch_size,
+                                                      options.seq_len, config.vocab_size);
+    }
+    if (options.sample_every > 0) {
+        run.tokenizer = Tokenizer::load(kTokenizerFile);
+        if (run.tokenizer && run.tokenizer->vocab_size() != config.vocab_size) {
+            run.tokenizer.reset();
+        }
+    }
+    const uint64_t per_step =
+        static_cast<uint64_t>(run.batch.micro_batches) * static_cast<uint64_t>(options.batch_size);
+    const uint64_t epoch = std::max<uint64_t>(1, run.train_data->num_windows() / per_step);
+    run.num_steps = options.max_steps >= 0 ? options.max_steps
+                                           : static_cast<int>(std::min<uint64_t>(epoch, INT_MAX));
+}
+
+// Sets everything that sizes depend on; plan is for `batch` sequences and level `recompute`.
+void describe_model(GPT2* model, const Run& run, int batch, int recompute) {
+    const Options& options = run.options;
+    model->config = run.model.config;
+    model->layout = ParamLayout(model->config);
+    model->batch = batch;
+    model->sequence = options.seq_len;
+    model->recompute = recompute;
+    model->use_master = options.master_weights;
+    model->weight_decay = static_cast<float>(options.weight_decay);
+    model->plan =
+        make_reduction_plan(static_cast<int>(run.batch.micro_batches), run.multi_gpu.num_processes,
+                            options.reduction_width, model->layout);
+    model->rules.skip_loss_z = options.skip_loss_z;
+    model->rules.skip_norm_z = options.skip_norm_z;
+    model->adamw.beta1 = model->rules.beta1;
+    model->adamw.beta2 = model->rules.beta2;
+    model->adamw.seed = options.seed;
+}
+
+void plan_memory(Run& run) {
+    describe_model(&run.model, run, run.options.batch_size, run.options.recompute);
+    gpt2_plan_memory(&run.model, run.multi_gpu);
+    MemoryPlan& memory = run.model.memory;
+    run.step_upload.plan(&memory, run.model.plan.micro_per_rank(), run.options.batch_size,
+                         run.options.seq_len);
+    run.batch_upload.plan(&memory, run.options.batch_size, run.options.seq_len);
+    if (run.val_data) memory.add("inputs", "evaluation", &run.val_losses, run.val_batches());
+}
+
+// Throws Error with the nearest setting that fits when the plan does not fit into memory.
+void check_memory(const Run& run) {
+    const size_t available = available_memory(), needed = run.model.memory.total_bytes();
+    if (needed <= available) return;
+    const auto bytes_with = [&](int batch, int recompute) {
+        GPT2 other;
+        describe_model(&other, run, batch, recompute);
+        gpt2_plan_memory(&other, run.multi_gpu);
+        return other.memory.total_bytes();
+    };
+    std::string remedy = "no -b fits: use a smaller model, a shorter -t, or more memory";
+    for (int batch = run.options.batch_size; batch >= 1; batch /= 2) {
+        const int recompute = batch == run.options.batch_size ? 2 : run.options.recompute;
+        if (bytes_with(batch, recompute) > available) continue;
+        remedy = format("-b %d -r %d would fit", batch, recompute);
+        break;
+    }
+    throw Error(format("-b %d -t %d: the run needs %.0f MiB of memory, %.0f MiB are available; %s",
+                       run.options.batch_size, run.options.seq_len,
+                       static_cast<double>(needed) / (1 << 20),
+                       static_cast<double>(available) / (1 << 20), remedy.c_str()));
+}
+
+void print_row(const Run& run, const char* name, const std::string& value) {
+    print0(run, "| %-22s | %-58s |\n", name, value.c_str());
+}
+
+void print_plan(const Run& run) {
+    const Options& options = run.options;
+    const ModelConfig& config = run.model.config;
+    const char* rule =
+        "+------------------------+------------------------------------------------------------+\n";
+    print0(run, "%s", rule);
+    for (const Flag& flag : flag_table()) {
+        if (flag.takes_value) {
+            print_row(run, (std::string(flag.letters) + " " + flag.name).c_str(),
+                      flag_value(options, flag));
+        }
+    }
+    print0(run, "%s", rule);
+    print_row(run, "device", device_name());
+    print_row(run, "precision",
+              format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16"));
+    print_row(
+        run, "model",
+        format("%d layers, %d channels, %d heads, vocabulary %d (%d padded)", config.num_layers,
+               config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
+    print_row(run, "parameters", format("%zu", run.model.layout.num_parameters()));
+    print_row(
+        run, "training windows",
+        format("%llu of %d tokens", static_cast<unsigned long long>(run.train_data->num_windows()),
+               options.seq_len));
+    if (run.val_data) {
+        print_row(run, "validation windows",
+                  format("%llu, %d micro-batches used",
+                         static_cast<unsigned long long>(run.val_data->num_windows()),
+                         run.val_batches()));
+    }
+    print_row(run, "tokens in a step",
+              format("%lld", static_cast<long long>(run.batch.total_tokens)));
+    print_row(run, "micro-batches in a step",
+              format("%d, width %d, %d slots a process", run.model.plan.num_micro_batches,
+                     run.model.plan.width, run.model.plan.slots_per_rank()));
+    print_row(run, "processes",
+              format("%d, ZeRO stage %d", run.multi_gpu.num_processes, run.multi_gpu.zero_stage));
+    print_row(run, "steps", format("%d", run.num_steps));
+    print0(run, "%s", rule);
+    if (run.is_main()) run.model.memory.print(stdout);
+    print0(run, "%s", rule);
+}
+
+// Reads and checks flags, files and memory; writes nothing.
+void set_up(Run& run) {
+    const Options& options = run.options;
+    run.multi_gpu =
+        multi_gpu_config_init(options.num_processes, options.process_rank, options.gpus_per_node,
+                              options.server_address, options.shared_folder, options.init_method);
+    run.batch = resolve_batch(options, run.multi_gpu.num_processes);
+    find_checkpoint(run);
+    run.model.config = choose_model(run);
+    check_model_config(run.model.config, "-e " + options.model);
+    const std::string zero_note =
+        set_zero_configs(&run.multi_gpu, options.zero_stage, ParamLayout(run.model.config));
+    if (!zero_note.empty()) print0(run, "%s\n", zero_note.c_str());
+    open_data(run);
+    run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
+                    options.warmup_steps, run.num_steps,
+                    static_cast<float>(options.final_lr_fraction)};
+    plan_memory(run);
+    if (run.checkpoint) {
+        const StateHeader mine = make_state_header(run.model, options, run.batch.total_tokens,
+                                                   run.train_data->data_hash());
+        for (const std::string& note :
+             compare_state_headers(mine, run.checkpoint->header(), run.checkpoint->path())) {
+            print0(run, "note: %s\n", note.c_str());
+        }
+    }
+    print_plan(run);
+    check_memory(run);
+}
+
+// Allocates, sets the weights, opens the output folder.
+void start(Run& run) {
+    const Options& options = run.options;
+    GPT2* model = &run.model;
+    gpt2_allocate(model, run.multi_gpu);
+    run.step_upload.open();
+    run.batch_upload.open();
+    if (run.checkpoint) {
+        gpt2_load_checkpoint(model, run.multi_gpu, *run.checkpoint, options.output_dir);
+        print0(run, "resuming at step %d from %s\n", run.first_step,
+               run.checkpoint->path().c_str());
+    } else if (parse_model_name(options.model)) {
+        gpt2_init_random(model, options.seed, run.multi_gpu);
+    } else {
+        gpt2_load_weights(model, options.model, run.multi_gpu);
+    }
+    if (options.output_dir.empty() || !run.is_main()) return;
+    make_output_folder(options.output_dir);
+    run.log = run.checkpoint ? Logger(options.output_dir, 0, run.first_step)
+                             : Logger(options.output_dir, 0);
+    RunInfo info;
+    info.command_line = run.command_line;
+    info.options = options;
+    info.num_processes = run.multi_gpu.num_processes;
+    info.device = device_name();
+    info.libraries = library_versions();
+    write_run_json(options.output_dir, info);
+}
+
+// ---- evaluation ----
+
+// Mean loss of the validation micro-batches, added up in their order; nothing when asked to stop.
+std::optional<double> validate(Run& run) {
+    const int B = run.options.batch_size, T = run.options.seq_len, count = run.val_batches();
+    GPT2* model = &run.model;
+    for (int j = 0; j < count; ++j) {
+        if (stop_requested()) return std::nullopt;
+        const MicroBatch batch = run.batch_upload.put(model->main_stream, [&](int* in, int* out) {
+            run.val_data->read_validation_micro_batch(j, B, in, out);
+        });
+        gpt2_forward(model, batch.inputs, B, T);
+        gpt2_loss(model, batch, B, T, run.val_losses + j);
+    }
+    std::vector<double> losses(count);
+    cuda_check(cudaDeviceSynchronize());
+    cuda_check(
+        cudaMemcpy(losses.data(), run.val_losses, count * sizeof(double), cudaMemcpyDeviceToHost));
+    double sum = 0.0;
+    for (const double loss : losses) sum += loss;
+    return sum / count;
+}
+
+// Number of HellaSwag examples answered right; nothing when asked to stop.
+std::optional<int> evaluate_hellaswag(Run& run) {
+    const int B = run.options.batch_size, T = run.options.seq_len;
+    GPT2* model = &run.model;
+    std::vector<float> losses(static_cast<size_t>(B) * T);
+    int correct = 0;
+    for (int i = 0; i < run.hellaswag->num_batches(); ++i) {
+        if (stop_requested()) return std::nullopt;
+        const MicroBatch batch = run.batch_upload.put(
+            model->main_stream, [&](int* in, int* out) { run.hellaswag->read_batch(i, in, out); });
+        gpt2_forward(model, batch.inputs, B, T);
+        gpt2_logits(model, 0, B * T);
+        fused_classifier(model->acts.logits, model->acts.losses, batch.targets, 0.0f, B * T,
+                         model->config.vocab_size, model->config.padded_vocab_size, false,
+                         model->main_stream);
+        cuda_check(cudaDeviceSynchronize());
+        cuda_check(cudaMemcpy(losses.data(), model->acts.losses, losses.size() * sizeof(float),
+                              cudaMemcpyDeviceToHost));
+        correct += run.hellaswag->count_correct(i, losses.data());
+    }
+    return correct;
+}
+
+// Text that starts at the end-of-text token, by full forward passes over the last T tokens.
+std::vector<int> generate(Run& run, int step) {
+    GPT2* model = &run.model;
+    const int T = run.options.seq_len, V = model->config.vocab_size;
+    std::vector<int> tokens = {run.tokenizer ? run.tokenizer->end_of_text() : V - 1};
+    std::vector<floatX> row(model->config.padded_vocab_size);
+    std::vector<float> logits(row.size());
+    for (int i = 0; i < run.options.sample_tokens; ++i) {
+        const int used = std::min<int>(static_cast<int>(tokens.size()), T);
+        const int padded = std::min((used + 31) / 32 * 32, T);
+        const MicroBatch batch = run.batch_upload.put(model->main_stream, [&](int* in, int*) {
+            std::fill_n(in, padded, 0);
+            std::copy(tokens.end() - used, tokens.end(), in);
+        });
+        gpt2_forward(model, batch.inputs, 1, padded);
+        gpt2_logits(model, used - 1, 1);
+        cuda_check(cudaDeviceSynchronize());
+        cuda_check(cudaMemcpy(row.data(), model->acts.logits, row.size() * sizeof(floatX),
+                              cudaMemcpyDeviceToHost));
+        for (size_t v = 0; v < row.size(); ++v) logits[v] = to_float(row[v]);
+        tokens.push_back(sample_token(logits.data(), V, run.options.seed,
+                                      static_cast<uint32_t>(step), static_cast<uint64_t>(i)));
+    }
+    return tokens;
+}
+
+void print_sample(Run& run, int step) {
+    const std::vector<int> tokens = generate(run, step);
+    print0(run, "generating:\n---\n");
+    if (run.tokenizer) {
+        print0(run, "%s", run.tokenizer->decode(tokens.data() + 1, tokens.size() - 1).c_str());
+    } else {
+        for (size_t i = 1; i < tokens.size(); ++i) print0(run, "%d ", tokens[i]);
+    }
+    print0(run, "\n---\n");
+}
+
+// Whether something that comes every `every` steps is due at `step`, or at the end.
+bool is_due(int every, int step, bool last) {
+    return every > 0 && (step % every == 0 || last);
+}
+
+// Validation, HellaSwag and a sample, where due; cut short when asked to stop.
+void evaluate(Run& run, int step, bool last) {
+    const Options& options = run.options;
+    if (run.val_data && is_due(options.val_every, step, last)) {
+        const std::optional<double> loss = validate(run);
+        if (!loss) return;
+        print0(run, "val loss %.6f\n", *loss);
+        run.log.log_validation(step, *loss);
+    }
+    if (run.hellaswag && is_due(options.val_every, step, last)) {
+        const std::optional<int> correct = evaluate_hellaswag(run);
+        if (!correct) return;
+        const int all = run.hellaswag->num_examples();
+        const double accuracy = static_cast<double>(*correct) / all;
+        print0(run, "HellaSwag: %d/%d = %f\n", *correct, all, accuracy);
+        run.log.log_eval(step, accuracy);
+    }
+    if (step > 0 && is_due(options.sample_every, step, last) && run.is_main()) {
+        print_sample(run, step);
+    }
+}
+
+// ---- training ----
+
+void save(Run& run, int step) {
+    const Options& options = run.options;
+    const StateHeader header =
+        make_state_header(run.model, options, run.batch.total_tokens, run.train_data->data_hash());
+    cuda_check(cudaDeviceSynchronize());
+    print0(run, "writing checkpoint of step %d to %s\n", step, options.output_dir.c_str());
+    gpt2_save_checkpoint(&run.model, run.multi_gpu, header, options.output_dir, step);
+    if (run.is_main()) {
+        prune_checkpoints(options.output_dir, options.checkpoints_kept,
+                          options.major_checkpoint_every);
+    }
+}
+
+void train_step(Run& run, InputPipeline& pipeline, int step) {
+    GPT2* model = &run.model;
+    const PreparedStep& prepared = pipeline.acquire(step);
+    const DeviceStep inputs =
+        run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
+    for (int local = 0; local < model->plan.micro_per_rank(); ++local) {
+        const MicroBatch batch = inputs.micro_batch(local);
+        gpt2_forward(model, batch.inputs, model->batch, model->sequence);
+        gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+    }
+    gpt2_update(model, inputs.step_inputs);
+    multi_gpu_wait_for(model->decided, &run.multi_gpu);
+    pipeline.release();
+}
+
+// Speed of the steps so far, smoothed, the first one left out.
+class StepTimer {
+  public:
+    // Milliseconds since the last call.
+    double lap() {
+        const auto now = std::chrono::steady_clock::now();
+        const double ms = std::chrono::duration<double, std::milli>(now - last_).count();
+        last_ = now;
+        return ms;
+    }
+    void restart() { last_ = std::chrono::steady_clock::now(); }
+    void add(double ms) {
+        count_ += 1;
+        if (count_ == 1) first_ = ms;
+        if (count_ == 1) return;
+        weight_ = 0.95 * weight_ + 0.05;
+        sum_ = 0.95 * sum_ + 0.05 * ms;
+    }
+    double smoothed_ms() const { return weight_ > 0.0 ? sum_ / weight_ : first_; }
+
+  private:
+    std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+    int count_ = 0;
+    double first_ = 0.0, sum_ = 0.0, weight_ = 0.0;
+};
+
+std::string duration_text(double seconds) {
+    const long s = static_cast<long>(seconds + 0.5);
+    if (s < 60) return format("%lds", s);
+    if (s < 3600) return format("%ldm%02lds", s / 60, s % 60);
+    return format("%ldh%02ldm", s / 3600, s / 60 % 60);
+}
+
+std::string z_text(double z, double rule) {
+    return rule > 0.0 ? format(" (%+.2fz)", z) : "";
+}
+
+void report_step(Run& run, int step, double ms, const StepTimer& timer) {
+    const StepState& state = *run.model.host_state;
+    const Options& options = run.options;
+    const float rate = run.schedule.at(step);
+    const double tokens_per_second =
+        static_cast<double>(run.batch.total_tokens) / (timer.smoothed_ms() / 1000.0);
+    const MatmulPrecision precision = sizeof(floatX) == 2 ? MatmulPrecision::bf16
+                                      : options.tf32      ? MatmulPrecision::tf32
+                                                          : MatmulPrecision::fp32;
+    const char* name = sizeof(floatX) == 2 ? "bf16" : options.tf32 ? "tf32" : "fp32";
+    const std::string utilisation =
+        format_mfu(mfu(flops_per_token(run.model.config, options.seq_len), tokens_per_second,
+                       run.multi_gpu.num_processes, device_name(), precision));
+    const double left = (run.num_steps - step - 1) * timer.smoothed_ms() / 1000.0;
+    print0(run,
+           "step %4d/%d | loss %.6f%s | norm %.4f%s | lr %.2e | %.2f ms | %s %s MFU | %.0f tok/s"
+           " | %s left\n",
+           step + 1, run.num_steps, state.loss, z_text(state.loss_z, options.skip_loss_z).c_str(),
+           state.norm, z_text(state.norm_z, options.skip_norm_z).c_str(), rate, ms,
+           utilisation.c_str(), name, tokens_per_second, duration_text(left).c_str());
+    if (state.skip != SkipReason::none) {
+        print0(run, "step %d: update skipped: %s\n", step + 1, skip_reason_text(state.skip));
+    }
+    run.log.log_train(step, state.loss, rate, state.norm);
+    if (options.log_gpu_every > 0 && (step + 1) % options.log_gpu_every == 0) {
+        print0(run, "step %d: %s\n", step + 1, device_status().c_str());
+    }
+}
+
+void print_hashes(Run& run) {
+    const GPT2& model = run.model;
+    const auto hash = [&](const auto& tensors) -> unsigned long long {
+        return tensors.base ? hash_of_tensors(tensors, run.multi_gpu, model.layout) : 0;
+    };
+    StepState state;
+    cuda_check(cudaDeviceSynchronize());
+    cuda_check(cudaMemcpy(&state, model.step_state, sizeof(state), cudaMemcpyDeviceToHost));
+    unsigned long long loss, norm;
+    std::memcpy(&loss, &state.loss, sizeof(loss));
+    std::memcpy(&norm, &state.norm, sizeof(norm));
+    print0(run, "hash %016llx\n", hash(model.params));
+    print0(run, "bits loss %016llx norm %016llx m %016llx v %016llx master %016llx\n", loss, norm,
+           hash(model.m), hash(model.v), hash(model.master));
+}
+
+// Ends a run that a signal asked to stop; returns the exit status.
+int stop_early(Run& run, int step) {
+    const char* name = stop_signal_name(stop_requested());
+    if (run.options.output_dir.empty()) {
+        print0(run, "%s: stopped after %d steps; nothing is saved without -o\n", name, step);
+        return 128 + stop_requested();
+    }
+    if (step > run.first_step) save(run, step);
+    print0(run, "%s: stopped after %d steps; -y 1 goes on from here\n", name, step);
+    return 0;
+}
+
+int train(Run& run) {
+    const Options& options = run.options;
+    InputPipelineOptions input;
+    input.B = options.batch_size;
+    input.micro_batches_per_step = run.model.plan.num_micro_batches;
+    input.micro_batches = run.model.plan.micro_per_rank();
+    input.first_micro_batch = run.multi_gpu.process_rank * input.micro_batches;
+    input.first_step = run.first_step;
+    input.end_step = run.num_steps;
+    input.single_batch = options.overfit_single_batch;
+    InputPipeline pipeline(*run.train_data, input, [&](int step) { return run.schedule.at(step); });
+
+    StepTimer timer;
+    for (int step = run.first_step;; ++step) {
+        const bool last = step >= run.num_steps;
+        if (!stop_requested()) evaluate(run, step, last);
+        if (stop_requested()) return stop_early(run, step);
+        const bool save_due = !options.output_dir.empty() &&
+                              is_due(options.checkpoint_every, step, last) && step > run.first_step;
+        if (save_due) save(run, step);
+        if (last) break;
+        timer.restart();
+        train_step(run, pipeline, step);
+        const double ms = timer.lap();
+        timer.add(ms);
+        report_step(run, step, ms, timer);
+    }
+    if (options.hash) print_hashes(run);
+    return 0;
+}
+
+int run_program(int argc, char** argv) {
+    Run run;
+    run.command_line.assign(argv, argv + argc);
+    run.options = parse_options(argc, argv);
+    if (run.options.help) {
+        std::printf("%s", help_text(argv[0]).c_str());
+        return 0;
+    }
+    if (run.options.version) {
+        std::printf("%s", version_text().c_str());
+        return 0;
+    }
+    set_up(run);
+    if (run.options.dry_run) return 0;
+    install_stop_signals();
+    start(run);
+    const int status = train(run);
+    gpt2_free(&run.model);
+    multi_gpu_config_free(&run.multi_gpu);
+    return status;
+}
+
+}  // namespace
+}  // namespace llmc
+
+#ifndef LLMC_NO_MAIN  // tests link the model's functions with a main of their own
+int main(int argc, char** argv) {
+    try {
+#ifdef LLMC_CPU
+        llmc::cpu::select_openblas_core(argv);
+#endif
+        return llmc::run_program(argc, argv);
+    } catch (const std::exception& error) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "%s: %s\n", llmc::kProgramName, error.what());
+        return 1;
+    }
+}
+#endif
