@@ -1,8 +1,6 @@
 """Tests of the data scripts and of the loss plot.
 
-GPT-2's merge ranks must be obtainable (internet or PyPI). The tiny Shakespeare text is on no
-package index, so where the internet is out of reach the run is checked against the stand-in text's
-known checksums instead, with a warning; LLMC_TINYSHAKESPEARE=FILE names a local copy of the text.
+GPT-2's merge ranks must be obtainable (internet or PyPI).
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 import tarfile
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -41,12 +39,10 @@ TRAIN_SHA256 = "8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8
 VAL_SHA256 = "fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62"
 TOKENIZER_SHA256 = "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
 SYNTHETIC_TEXT_SHA256 = "8f2fe3f757c36ac07f526a78598a90d7071ac0fa89b33e548260220ada9cf660"
-SYNTHETIC_TRAIN_SHA256 = "d7764300a8d17b6e9b334f5e2d5d8d0383dd9cdab348a31c056645efcaa25971"
-SYNTHETIC_VAL_SHA256 = "8adedb4b99a3f7a714329d7d420fdffc381c919042045eca1eb132c22eccab31"
 
 
 def run_script(
-    name: str, *arguments: object, offline: bool = False
+    name: str | Path, *arguments: object, offline: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs dev/NAME as a user would."""
     environment = dict(os.environ)
@@ -240,8 +236,7 @@ def test_synthetic_text_is_always_the_same() -> None:
 def test_tiny_shakespeare(cache: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "gpt2_tokenizer.bin"
     arguments = ["--out", tmp_path / "out", "--tokenizer", tokenizer, "--cache", cache]
-    local = os.environ.get("LLMC_TINYSHAKESPEARE")
-    done = run_script("data/tinyshakespeare.py", *arguments, *(["--input", local] if local else []))
+    done = run_script("data/tinyshakespeare.py", *arguments)
     assert done.returncode == 0, done
     source = json.loads((tmp_path / "out" / "source.json").read_text())
     train = tmp_path / "out" / "tiny_shakespeare_train.bin"
@@ -253,14 +248,9 @@ def test_tiny_shakespeare(cache: Path, tmp_path: Path) -> None:
     }
     assert sha256(tokenizer) == TOKENIZER_SHA256
     assert len(common.read_token_file(val)) == 32768
-    if source["text"] == "tinyshakespeare":
-        assert "not tiny Shakespeare" not in done.stdout
-        assert (sha256(train), sha256(val)) == (TRAIN_SHA256, VAL_SHA256)
-        assert len(common.read_token_file(train)) == 305260
-    else:
-        assert not local and "not tiny Shakespeare" in done.stdout
-        assert (sha256(train), sha256(val)) == (SYNTHETIC_TRAIN_SHA256, SYNTHETIC_VAL_SHA256)
-        warnings.warn(f"checked with the stand-in text only: {done.stdout.splitlines()[-1]}")
+    assert source["text"] == "tinyshakespeare" and "not tiny Shakespeare" not in done.stdout
+    assert (sha256(train), sha256(val)) == (TRAIN_SHA256, VAL_SHA256)
+    assert len(common.read_token_file(train)) == 305260
 
     before = {path: path.stat().st_mtime_ns for path in (train, val, tokenizer)}
     again = run_script("data/tinyshakespeare.py", *arguments)
@@ -269,9 +259,7 @@ def test_tiny_shakespeare(cache: Path, tmp_path: Path) -> None:
 
     # A damaged file is made anew.
     val.write_bytes(val.read_bytes()[:-2])
-    repaired = run_script(
-        "data/tinyshakespeare.py", *arguments, *(["--input", local] if local else [])
-    )
+    repaired = run_script("data/tinyshakespeare.py", *arguments)
     assert repaired.returncode == 0 and sha256(val) == source["sha256"][val.name]
 
 
@@ -285,10 +273,16 @@ def test_wrong_input_text_is_refused(cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_reachable_still_gives_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("archive", ["missing", "damaged"])
+def test_nothing_reachable_still_gives_data(archive: str, tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    shutil.copytree(DATA_SCRIPTS, scripts, ignore=shutil.ignore_patterns("*.xz", "*.bin", "*.txt"))
+    if archive == "damaged":
+        (scripts / "tinyshakespeare.txt.xz").write_bytes(b"not an archive")
     out, tokenizer = tmp_path / "out", tmp_path / "gpt2_tokenizer.bin"
+    script = scripts / "tinyshakespeare.py"
     arguments = ["--out", out, "--tokenizer", tokenizer, "--cache", tmp_path / "cache"]
-    done = run_script("data/tinyshakespeare.py", *arguments, offline=True)
+    done = run_script(script, *arguments, offline=True)
     assert done.returncode == 0, done
     assert "not tiny Shakespeare" in done.stdout and "not GPT-2 tokens" in done.stdout
     source = json.loads((out / "source.json").read_text())
@@ -301,7 +295,7 @@ def test_nothing_reachable_still_gives_data(tmp_path: Path) -> None:
     assert tokens[0] == 50256
     text = b"".join(entries[token] for token in tokens if token != 50256)
     assert text.decode() == synthetic.make_text()
-    again = run_script("data/tinyshakespeare.py", *arguments, offline=True)
+    again = run_script(script, *arguments, offline=True)
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 

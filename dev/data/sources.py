@@ -1,11 +1,13 @@
 """Where GPT-2's merge ranks and the tiny Shakespeare text come from, with their checksums.
 
-The order is: the local cache, the usual internet addresses, Python packages that carry the file,
-and, for the text only, sentences made here.
+The text is in the repository, compressed. Merge ranks come from the local cache, the usual internet
+addresses, or Python packages that carry the file. Should the text's file be missing, internet
+addresses are tried, and sentences made here are the last resort.
 """
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,8 @@ RANKS_PACKAGES = (
     PackageFile("mlx-whisper==0.4.3", "mlx_whisper/assets/gpt2.tiktoken"),
     PackageFile("whisperlivekit==0.2.26", "whisperlivekit/whisper/assets/gpt2.tiktoken"),
 )
+# Shakespeare's plays are in the public domain; this is Karpathy's selection of 40,000 lines.
+TEXT_ARCHIVE = Path(__file__).with_name("tinyshakespeare.txt.xz")
 TEXT_URLS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "https://raw.githubusercontent.com/jcjohnson/torch-rnn/master/data/tiny-shakespeare.txt",
@@ -67,7 +71,9 @@ def find_shakespeare(kept: Path) -> Found:
     """The tiny Shakespeare text, checked by SHA-256 and kept as the file `kept`."""
     if kept.exists() and sha256_of(data := kept.read_bytes()) == TEXT_SHA256:
         return Found(data, "local copy with the right SHA-256")
-    return _first_that_works([(url, partial(_fetch, url, kept, TEXT_SHA256)) for url in TEXT_URLS])
+    attempts: list[Attempt] = [(TEXT_ARCHIVE.name, _text_from_archive)]
+    attempts += [(url, partial(_fetch, url, kept, TEXT_SHA256)) for url in TEXT_URLS]
+    return _first_that_works(attempts)
 
 
 def require_ranks(cache: Path) -> bytes:
@@ -85,6 +91,19 @@ def require_encoder(cache: Path) -> Gpt2Encoder:
 
 def _fetch(url: str, path: Path, sha256: str) -> bytes:
     return download(url, path, sha256=sha256).read_bytes()
+
+
+def _text_from_archive() -> bytes:
+    """The repository's own copy."""
+    if not TEXT_ARCHIVE.exists():
+        raise DataError(f"{TEXT_ARCHIVE.name} is not there")
+    try:
+        data = lzma.decompress(TEXT_ARCHIVE.read_bytes())
+    except lzma.LZMAError as error:
+        raise DataError(f"{TEXT_ARCHIVE.name}: damaged: {error}") from error
+    if (actual := sha256_of(data)) != TEXT_SHA256:
+        raise DataError(f"{TEXT_ARCHIVE.name}: SHA-256 is {actual}, expected {TEXT_SHA256}")
+    return data
 
 
 def _ranks_from_vocab_url(url: str, cache: Path) -> bytes:
