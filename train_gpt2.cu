@@ -278,6 +278,8 @@ void gpt2_update(GPT2* model, const StepInputs* inputs) {
                  model->adamw, inputs, model->step_state, stream);
 }
 
+#ifndef LLMC_NO_MAIN  // tests link the functions above with a main of their own
+
 // ------------------------------------------------------------------------------------------------
 // A run: the model with its data, and where its results go
 
@@ -850,9 +852,12 @@ int run_program(int argc, char** argv) {
 }
 
 }  // namespace
+
+#endif  // LLMC_NO_MAIN
+
 }  // namespace llmc
 
-#ifndef LLMC_NO_MAIN  // tests link the model's functions with a main of their own
+#ifndef LLMC_NO_MAIN
 int main(int argc, char** argv) {
     try {
 #ifdef LLMC_CPU
