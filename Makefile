@@ -1,0 +1,191 @@
+# Start with `make help`; `make demo` installs what is missing, builds, trains and draws the loss.
+# mk/find.mk looks for libraries, mk/cpu.mk and mk/cuda.mk hold the two builds.
+
+## FP32 or BF16, of weights and activations (empty: FP32 on CPU, BF16 with CUDA)
+PRECISION ?=
+## FP32: gradients, their sums and the wire in fp32 although PRECISION=BF16
+GRAD_PRECISION ?=
+## 1: build for one process only
+NO_MULTI_GPU ?=
+## 1: build without MPI (processes then find each other with -pi tcp or -pi fs)
+NO_USE_MPI ?=
+## 1: attention by cuDNN (CUDA build; compiles for a minute longer)
+USE_CUDNN ?=
+## Processor to compile for, as g++ -march takes it
+CPU_ARCH ?= native
+## Compute capabilities, such as "80 90" (empty: the GPU at hand, else 80 90)
+GPU_ARCH ?=
+## address or thread: CPU build under that sanitizer
+SANITIZE ?=
+## 0: let a compiler's new warnings pass
+WERROR ?= 1
+## Where the CUDA toolkit is (empty: nvcc on the PATH, or /usr/local/cuda)
+CUDA_HOME ?=
+## Where NCCL's include/ and lib/ are (empty, here and below: the usual places)
+NCCL_PATH ?=
+## Where OpenMPI is
+OPENMPI_DIR ?=
+## Where cuDNN is
+CUDNN_PATH ?=
+## Where the cuDNN front-end's headers are (.venv is looked at, too)
+CUDNN_FRONTEND_PATH ?=
+## Where OpenBLAS is
+OPENBLAS_PATH ?=
+## Where Gloo is
+GLOO_PATH ?=
+## Where GoogleTest is
+GTEST_PATH ?=
+## Arguments for pytest in the test targets, such as "-k resume"
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := all
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+comma := ,
+lower = $(subst F,f,$(subst P,p,$(subst B,b,$(1))))
+
+# For the shell.
+quote = '$(subst ','\'',$(1))'
+
+# A wrong value is one line, before anything is built.
+one_of = $(if $(filter-out $(2),$($(1))),$(error $(1)=$($(1)) is not known: use $(3)))
+$(call one_of,PRECISION,FP32 BF16,FP32 or BF16)
+$(call one_of,GRAD_PRECISION,FP32,FP32 or leave it empty)
+$(call one_of,SANITIZE,address thread,address or thread)
+$(foreach v,NO_MULTI_GPU NO_USE_MPI USE_CUDNN WERROR,$(call one_of,$(v),0 1,0 or 1))
+
+WARNINGS_ARE_ERRORS := $(if $(filter 0,$(WERROR)),,-Werror)
+# Every set of variables that changes the code has a folder of its own: build/cpu-fp32,
+# build/cuda-bf16-gradfp32, build/x86-64-v3/cpu-bf16, build/single/cpu-fp32, ...
+BUILD := build$(addprefix /,$(filter-out native,$(CPU_ARCH)))
+BUILD := $(BUILD)$(if $(filter 1,$(NO_MULTI_GPU)),/single,$(if $(filter 1,$(NO_USE_MPI)),/nompi))
+COMMIT = $(eval COMMIT := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)$(shell \
+    git diff --quiet HEAD -- train_gpt2.cu llmc 2>/dev/null || echo +changes))$(COMMIT)
+
+# $(eval $(call stamp,FILE,TEXT)): FILE changes only when TEXT does. What is built with a command
+# depends on such a file, so that a changed variable rebuilds it.
+define stamp
+$(1): FORCE | check-deps
+	@mkdir -p $$(@D)
+	@printf '%s\n' $$(call quote,$(2)) | cmp -s - $$@ || printf '%s\n' $$(call quote,$(2)) >$$@
+endef
+# $(call need,TITLE,NAME,PATH VARIABLE): stops with one line when a library is missing.
+need = $(if $($(2)_LIB),,$(error $(call missing,$(1),$(2),$(3))))
+DEPFLAGS = -MMD -MP -MF $@.d -MT $@
+NVCC_DEPFLAGS = -MMD -MP -MF $@.d -MT $@
+
+ifneq ($(filter-out help clean distclean,$(or $(MAKECMDGOALS),all)),)
+include mk/find.mk mk/cpu.mk mk/cuda.mk
+endif
+
+# ---- programs
+TRAINER := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),train_gpt2cu,train_gpt2cpu)
+
+## The trainer for this machine: CUDA if it has nvcc and a GPU, else CPU
+all: $(TRAINER)
+
+# A hard link: rebuilding another precision does not change a program that somebody has started.
+## The trainer on the CPU: ./train_gpt2cpu
+train_gpt2cpu: $(CPU_DIR)/train_gpt2cpu
+	@ln -f $< $@ 2>/dev/null || cp $< $@
+
+## The trainer with CUDA: ./train_gpt2cu
+train_gpt2cu: $(CUDA_DIR)/train_gpt2cu
+	@ln -f $< $@ 2>/dev/null || cp $< $@
+
+## The unit tests of the CPU build, not run
+unit_tests: $(CPU_DIR)/unit_tests
+
+# For scripts: which one `all` is.
+print-trainer:
+	@echo $(TRAINER)
+
+# ---- tests
+PYTHON := $(or $(wildcard .venv/bin/python),python3)
+# More than one job unless the caller has decided.
+PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(shell nproc))
+SUB = +@$(MAKE) --no-print-directory $(PARALLEL) REPORT=0
+# $(call unit_run,PRECISION,SANITIZE): how dev/run_tests.py is told of one build's unit tests.
+unit_run = --unit $(notdir $(call cpu_dir,$(1),,$(2)))=$(call cpu_dir,$(1),,$(2))/unit_tests
+UNIT_RUNS = $(call unit_run,FP32,$(1)) $(call unit_run,BF16,$(1))
+ASAN_RUN = $(call unit_run,FP32,address)
+RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test
+
+build_tests: check-deps
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
+train_and_unit: $(CPU_DIR)/train_gpt2cpu $(CPU_DIR)/unit_tests
+
+## All that needs no GPU and little time: unit tests, sanitizers, Python tests
+test: setup
+	$(SUB) build_tests
+	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) -m "not slow" $(PYTEST_ARGS) test
+
+## Unit tests of the CPU build in FP32 and BF16 (GTEST_FILTER=... chooses)
+test_unit: setup
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= unit_tests
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= unit_tests
+	@$(RUN_TESTS) $(call UNIT_RUNS,$(SANITIZE))
+
+## Unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+test_sanitize: setup
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
+	@$(RUN_TESTS) $(ASAN_RUN)
+
+## As test, with the slow Python tests
+test_full: setup
+	$(SUB) build_tests
+	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
+
+## Each GPU kernel against its CPU twin (needs a GPU)
+test_gpu: $(CUDA_DIR)/gpu_tests
+	@$(PYTHON) dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test --unit gpu=$<
+
+## Format, length of files and functions, forbidden words, Python warnings
+check: setup
+	@.venv/bin/python dev/check.py
+
+# ---- use
+## Install, build, get data, train a small model, sample, draw demo/loss.png
+demo:
+	@MAKE='$(MAKE)' dev/demo.sh
+
+## Tiny Shakespeare as tokens, and the tokenizer
+data: setup
+	@.venv/bin/python dev/data/tinyshakespeare.py
+
+## Speed of the trainer on this machine: 20 steps of a small model
+bench: $(TRAINER) data
+	@TRAINER=./$(TRAINER) dev/bench.sh
+
+## Say what was found on this machine and what is missing
+check-deps:
+	@$(if $(filter 0,$(REPORT)),:,printf '%s\n' $(REPORT_LINES))
+
+# A path given by the user means a library of the user's own, so no package replaces it.
+PACKAGES := $(if $(OPENBLAS_LIB)$(OPENBLAS_PATH),,libopenblas-dev) \
+    $(if $(GTEST_LIB)$(GTEST_PATH),,libgtest-dev)
+OPTIONAL_PACKAGES := $(if $(wildcard llmc/cpu/nccl.h),$(if $(GLOO_LIB)$(GLOO_PATH),,libgloo-dev) \
+    $(if $(OPENMPI_LIB)$(OPENMPI_DIR),,openmpi-bin libopenmpi-dev))
+
+## Install what is missing: Debian or Ubuntu packages, Python packages in .venv
+setup:
+	@CXX='$(CXX)' dev/setup.sh $(PACKAGES) $(if $(strip $(OPTIONAL_PACKAGES)),--optional $(OPTIONAL_PACKAGES))
+
+## Remove what was built
+clean:
+	rm -rf build train_gpt2cpu train_gpt2cu
+
+## As clean, and remove .venv and demo/ too; data and logs stay
+distclean: clean
+	rm -rf .venv demo
+
+## This list
+help:
+	@awk -f mk/help.awk Makefile
+
+FORCE:
+.PHONY: all train_gpt2cpu train_gpt2cu unit_tests build_tests train_and_unit test test_unit \
+    test_sanitize test_full test_gpu check print-trainer demo data bench check-deps setup clean distclean help FORCE

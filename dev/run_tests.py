@@ -1,0 +1,154 @@
+"""Runs GoogleTest programs and pytest, and prints one summary of all of them.
+
+A test that is skipped counts as a failure of the run unless test/skips.txt names it. The last line
+is `N passed, N failed` with `, N skipped` behind it if there were any; the status is 0 only when at
+least one test ran, none failed and each skip is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TIME_LIMIT_S = 1800  # for one program; a single Python test has less
+PYTEST_TIME_LIMIT_S = 300
+PYTEST_NO_TESTS = 5  # its exit status when no test ran
+
+
+@dataclass
+class Results:
+    """Counts, and the names of what failed or was skipped."""
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def read_skips(path: Path) -> set[str]:
+    """The names in a list of accepted skips: one a line, # starts a comment."""
+    lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return {" ".join(line.split()) for line in lines if line}
+
+
+def run(label: str, command: list[str], report: Path) -> int | None:
+    """Runs one program; its status, or None when it was stopped by the time limit."""
+    print(f"=== {label}", flush=True)
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        status = subprocess.run(command, timeout=TIME_LIMIT_S, stdin=subprocess.DEVNULL).returncode
+    except subprocess.TimeoutExpired:
+        status = None
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        status = 127
+    print(f"=== {label}: {time.monotonic() - start:.1f} s", flush=True)
+    return status
+
+
+def add_case(results: Results, name: str, case: ElementTree.Element) -> None:
+    """Counts one <testcase> of either report."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        results.failed.append(name)
+    elif case.find("skipped") is not None or case.get("status") == "notrun":
+        results.skipped.append(name)
+    else:
+        results.passed += 1
+
+
+def check_end(results: Results, label: str, status: int | None, failed_before: int) -> None:
+    """A program that ended badly without naming a failed test is one failure of its own."""
+    if status != 0 and len(results.failed) == failed_before:
+        how = "ran into the time limit" if status is None else f"ended with status {status}"
+        results.failed.append(f"{label} {how}")
+
+
+def read_report(report: Path) -> list[ElementTree.Element]:
+    """The test cases of an XML report; none when the program did not get to write it."""
+    try:
+        return list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return []
+
+
+def run_unit(results: Results, label: str, program: str, out: Path) -> None:
+    """Runs a GoogleTest program; names are `label Suite.Name`."""
+    report = out / f"{label}.xml"
+    status = run(label, [program, "--gtest_brief=1", f"--gtest_output=xml:{report}"], report)
+    failed_before = len(results.failed)
+    for case in read_report(report):
+        add_case(results, f"{label} {case.get('classname')}.{case.get('name')}", case)
+    check_end(results, label, status, failed_before)
+
+
+def pytest_name(case: ElementTree.Element) -> str:
+    """The name by which pytest knows a test: file::class::function[parameters]."""
+    file, name, classes = (case.get(key, "") for key in ("file", "name", "classname"))
+    module = file.removesuffix(".py").replace("/", ".")
+    if name == module:  # skipped as a whole
+        return file
+    if not file:  # could not be imported
+        return name
+    return "::".join([file, *filter(None, classes.removeprefix(module).split(".")), name])
+
+
+def run_pytest(results: Results, arguments: list[str], out: Path) -> None:
+    """Runs pytest with a time limit for each test."""
+    report = out / "pytest.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--timeout={PYTEST_TIME_LIMIT_S}"]
+    command += ["-o", "junit_family=xunit1", f"--junitxml={report}", *arguments]
+    status = run("pytest", command, report)
+    failed_before = len(results.failed)
+    cases = read_report(report)
+    for case in cases:
+        add_case(results, pytest_name(case), case)
+    if not (status == PYTEST_NO_TESTS and cases):  # all of them skipped
+        check_end(results, "pytest", status, failed_before)
+
+
+def is_listed(name: str, accepted: set[str]) -> bool:
+    """A unit test may be listed for one build (`cpu-bf16 Suite.Name`) or for all (`Suite.Name`)."""
+    return name in accepted or name.split(" ")[-1] in accepted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--unit", action="append", default=[], metavar="LABEL=PROGRAM")
+    parser.add_argument("--skips", type=Path, required=True, help="list of accepted skips")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the XML reports")
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, help="arguments for pytest")
+    options = parser.parse_args()
+    accepted = read_skips(options.skips)
+
+    results = Results()
+    for unit in options.unit:
+        label, _, program = unit.partition("=")
+        run_unit(results, label, program, options.out)
+    if options.pytest is not None:
+        run_pytest(results, options.pytest, options.out)
+
+    unlisted = [name for name in results.skipped if not is_listed(name, accepted)]
+    for name in results.failed:
+        print(f"FAILED {name}")
+    for name in results.skipped:
+        listed = "" if name in unlisted else f" (listed in {options.skips})"
+        print(f"SKIPPED {name}{listed}")
+    if unlisted:
+        print(f"error: {len(unlisted)} skipped tests are not listed in {options.skips}")
+    if results.passed + len(results.failed) == 0:
+        print("error: no test ran")
+    line = f"{results.passed} passed, {len(results.failed)} failed"
+    if results.skipped:
+        line += f", {len(results.skipped)} skipped"
+    print(line, flush=True)
+    sys.exit(1 if results.failed or unlisted or results.passed == 0 else 0)
+
+
+if __name__ == "__main__":
+    main()

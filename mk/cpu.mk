@@ -1,0 +1,64 @@
+# The CPU build: train_gpt2.cu compiled as C++ over the twins and stand-ins in llmc/cpu, and the
+# unit tests.
+
+CPU_PRECISION := $(or $(PRECISION),FP32)
+CPU_GRAD_FP32 := $(if $(filter BF16,$(CPU_PRECISION)),$(filter FP32,$(GRAD_PRECISION)))
+
+# $(call cpu_dir,PRECISION,GRAD_FP32,SANITIZE)
+cpu_dir = $(BUILD)/cpu-$(call lower,$(1))$(if $(2),-gradfp32)$(if $(3),-$(SANITIZER_$(3)))
+SANITIZER_address := asan
+SANITIZER_thread := tsan
+CPU_DIR := $(call cpu_dir,$(CPU_PRECISION),$(CPU_GRAD_FP32),$(SANITIZE))
+
+CPU_LIBS := $(call lib,OPENBLAS) -lopenblas
+CPU_FLAGS := -std=c++17 -march=$(CPU_ARCH) -ffp-contract=off -Wall -Wextra $(WARNINGS_ARE_ERRORS) \
+    -pthread -I. -Illmc/cpu $(call inc,OPENBLAS) -DLLMC_$(CPU_PRECISION) \
+    $(if $(CPU_GRAD_FP32),-DLLMC_GRAD_FP32)
+
+# Several processes: Gloo carries the collectives of llmc/cpu/nccl.h, MPI starts the ranks.
+CPU_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(GLOO_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
+CPU_MPI := $(and $(CPU_MULTI),$(OPENMPI_LIB),$(filter-out x1,x$(NO_USE_MPI)))
+ifneq ($(CPU_MULTI),)
+CPU_FLAGS += -DMULTI_GPU $(call inc,GLOO)
+CPU_LIBS += $(call lib,GLOO) -lgloo
+endif
+ifneq ($(CPU_MPI),)
+CPU_FLAGS += -DUSE_MPI -DOMPI_SKIP_MPICXX=1 $(call inc,OPENMPI)
+CPU_LIBS += $(call lib,OPENMPI) -lmpi
+endif
+
+ifneq ($(SANITIZE),)
+# gcc's flow analysis is unsure inside instrumented code, so that one warning is off.
+CPU_FLAGS += -g -fsanitize=$(if $(filter address,$(SANITIZE)),address$(comma)undefined,$(SANITIZE)) \
+    -fno-sanitize-recover=all -Wno-maybe-uninitialized
+endif
+TRAINER_OPT := $(if $(SANITIZE),-O1,-O3)
+UNIT_OPT := -O1
+
+# -march=native means another code on another processor: its feature flags are part of the stamp.
+CPU_ID := $(if $(filter native,$(CPU_ARCH)),$(shell grep -m1 -iE '^(flags|features)' /proc/cpuinfo | cksum))
+
+TRAINER_BUILD = $(CXX) $(CPU_FLAGS) $(TRAINER_OPT) -DLLMC_COMMIT='"$(COMMIT)"'
+UNIT_COMPILE = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) $(call inc,GTEST)
+UNIT_LINK = $(CXX) $(CPU_FLAGS) $(UNIT_OBJECTS) -o $(CPU_DIR)/unit_tests $(call lib,GTEST) \
+    -lgtest_main -lgtest $(CPU_LIBS)
+UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/unit/test_*.cpp))
+
+$(eval $(call stamp,$(CPU_DIR)/trainer.flags,$$(TRAINER_BUILD) $$(CPU_LIBS) # $$(CPU_ID)))
+$(eval $(call stamp,$(CPU_DIR)/unit.flags,$$(UNIT_COMPILE) # $$(CPU_ID)))
+$(eval $(call stamp,$(CPU_DIR)/unit_tests.flags,$$(UNIT_LINK)))
+
+$(CPU_DIR)/train_gpt2cpu: train_gpt2.cu $(CPU_DIR)/trainer.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	$(TRAINER_BUILD) $(DEPFLAGS) -x c++ $< -o $@ $(CPU_LIBS)
+
+$(CPU_DIR)/unit/%.o: test/unit/%.cpp $(CPU_DIR)/unit.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	$(call need,GoogleTest,GTEST,GTEST_PATH)
+	@mkdir -p $(@D)
+	$(UNIT_COMPILE) $(DEPFLAGS) -c $< -o $@
+
+$(CPU_DIR)/unit_tests: $(UNIT_OBJECTS) $(CPU_DIR)/unit_tests.flags
+	$(UNIT_LINK)
+
+-include $(CPU_DIR)/train_gpt2cpu.d $(UNIT_OBJECTS:=.d)

@@ -1,0 +1,190 @@
+"""The Makefile and the test runner: what a user meets before the first training step.
+
+These tests build nothing: they read what make prints, or would do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+RUN_TESTS = REPO_ROOT / "dev" / "run_tests.py"
+LIBRARIES = {
+    "NCCL": ("NCCL_PATH", "nccl.h", "nccl"),
+    "OpenMPI": ("OPENMPI_DIR", "mpi.h", "mpi"),
+    "cuDNN": ("CUDNN_PATH", "cudnn.h", "cudnn"),
+    "OpenBLAS": ("OPENBLAS_PATH", "cblas.h", "openblas"),
+    "Gloo": ("GLOO_PATH", "gloo/context.h", "gloo"),
+    "GoogleTest": ("GTEST_PATH", "gtest/gtest.h", "gtest"),
+}
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess:
+    """Runs make as a user would, without what an outer make has set."""
+    outer = ("MAKE", "MFLAGS", "REPORT", "PRECISION", "GRAD_PRECISION", "SANITIZE", "PYTEST_ARGS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments],
+        cwd=REPO_ROOT, env=env, capture_output=True, text=True, timeout=60,
+    )
+
+
+def install(prefix: Path, header: str, library: str) -> None:
+    for path in (prefix / "include" / header, prefix / "lib" / f"lib{library}.so"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def report_line(title: str, *arguments: str) -> str:
+    lines = make("check-deps", *arguments).stdout.splitlines()
+    found = [line for line in lines if re.match(rf"[✓✗] {title}( \(|:)", line)]
+    assert len(found) == 1, lines
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------ libraries
+
+
+@pytest.mark.parametrize("title", LIBRARIES)
+def test_a_library_is_found_under_the_path_given(title: str, tmp_path: Path) -> None:
+    variable, header, library = LIBRARIES[title]
+    install(tmp_path, header, library)
+    assert report_line(title, f"{variable}={tmp_path}") == f"✓ {title} ({tmp_path}/lib)"
+
+
+@pytest.mark.parametrize("title", LIBRARIES)
+def test_an_empty_path_hides_the_system_library(title: str, tmp_path: Path) -> None:
+    variable = LIBRARIES[title][0]
+    line = report_line(title, f"{variable}={tmp_path}")
+    assert line.startswith(f"✗ {title}: not found in {variable}={tmp_path}; to get it: ")
+
+
+def test_libvncclient_was_taken_for_nccl(tmp_path: Path) -> None:
+    install(tmp_path, "rfb/rfbclient.h", "vncclient")
+    assert report_line("NCCL", f"NCCL_PATH={tmp_path}").startswith("✗ NCCL")
+
+
+@pytest.mark.parametrize("lost", ["header", "library"])
+def test_half_a_library_is_not_found(lost: str, tmp_path: Path) -> None:
+    install(tmp_path, "nccl.h", "nccl")
+    (tmp_path / ("include/nccl.h" if lost == "header" else "lib/libnccl.so")).unlink()
+    assert report_line("NCCL", f"NCCL_PATH={tmp_path}").startswith("✗ NCCL")
+
+
+def test_nvcc_is_found_under_cuda_home(tmp_path: Path) -> None:
+    assert report_line("nvcc", f"CUDA_HOME={tmp_path}").startswith("✗ nvcc: not found in CUDA_HOME=")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert report_line("nvcc", f"CUDA_HOME={tmp_path}") == f"✓ nvcc ({tmp_path}/bin/nvcc)"
+
+
+def test_the_cpu_build_without_openblas_stops_with_one_line(tmp_path: Path) -> None:
+    # A folder of its own, so that the build of these tests is left alone.
+    result = make("train_gpt2cpu", "CPU_ARCH=x86-64", f"OPENBLAS_PATH={tmp_path}", "REPORT=0", "-n")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "OpenBLAS: not found" in result.stderr and "libopenblas-dev" in result.stderr
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+@pytest.mark.parametrize(
+    "assignment, right",
+    [
+        ("PRECISION=FP16", "FP32 or BF16"),
+        ("PRECISION=bf16", "FP32 or BF16"),
+        ("GRAD_PRECISION=BF16", "FP32"),
+        ("NO_MULTI_GPU=yes", "0 or 1"),
+        ("SANITIZE=memory", "address or thread"),
+    ],
+)
+def test_a_wrong_variable_is_one_line(assignment: str, right: str) -> None:
+    result = make("train_gpt2cpu", assignment)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert assignment in result.stderr and right in result.stderr
+
+
+def test_each_choice_of_variables_has_its_own_folder() -> None:
+    choices = [
+        [], ["PRECISION=BF16"], ["PRECISION=BF16", "GRAD_PRECISION=FP32"], ["CPU_ARCH=x86-64"],
+        ["NO_MULTI_GPU=1"], ["NO_USE_MPI=1"], ["SANITIZE=address"], ["SANITIZE=thread"],
+    ]
+    folders = []
+    for choice in choices:
+        output = make("-n", "-B", "REPORT=0", "train_gpt2cpu", *choice).stdout
+        folders.append(re.findall(r"-o (\S+)/train_gpt2cpu", output)[0])
+    assert folders[:3] == ["build/cpu-fp32", "build/cpu-bf16", "build/cpu-bf16-gradfp32"]
+    assert len(set(folders)) == len(choices)
+
+
+def test_help_names_every_variable_and_target() -> None:
+    output = make("help").stdout
+    text = (REPO_ROOT / "Makefile").read_text()
+    for variable in re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE):
+        assert re.search(rf"^  {variable} +\S", output, re.MULTILINE), variable
+    for target in ("train_gpt2cpu", "train_gpt2cu", "test", "demo", "data", "setup", "clean"):
+        assert re.search(rf"^  {target} +\S", output, re.MULTILINE), target
+
+
+# ---------------------------------------------------------------------------------- test runner
+
+
+def run_tests(tmp_path: Path, source: str, skips: str = "") -> subprocess.CompletedProcess:
+    """dev/run_tests.py over one Python test file."""
+    (tmp_path / "skips.txt").write_text(skips)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_x.py").write_text("import pytest\n" + source)
+    return subprocess.run(
+        [sys.executable, RUN_TESTS, "--skips", "skips.txt", "--out", "out", "--pytest", "test_x.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )
+
+
+PASSES = "def test_passes(): pass\n"
+SKIPS = "@pytest.mark.parametrize('n', [7])\ndef test_skips(n): pytest.skip('why')\n"
+
+
+@pytest.mark.parametrize(
+    "source, skips, status, summary",
+    [
+        (PASSES, "", 0, "1 passed, 0 failed"),
+        (PASSES + "def test_fails(): assert 0\n", "", 1, "1 passed, 1 failed"),
+        (PASSES + SKIPS, "", 1, "1 passed, 0 failed, 1 skipped"),
+        (PASSES + SKIPS, "# why\ntest_x.py::test_skips[7]\n", 0, "1 passed, 0 failed, 1 skipped"),
+        (PASSES + SKIPS, "test_x.py::test_skips\n", 1, "1 passed, 0 failed, 1 skipped"),
+        ("pytest.skip('all', allow_module_level=True)\n", "", 1, "0 passed, 0 failed, 1 skipped"),
+        ("import no_such_module\n" + PASSES, "", 1, "0 passed, 1 failed"),
+        ("import os\ndef test_dies(): os._exit(3)\n", "", 1, "0 passed, 1 failed"),
+        ("", "", 1, "0 passed, 1 failed"),
+    ],
+    ids=["passes", "fails", "skips", "listed skip", "listed without parameters", "module skips",
+         "does not import", "dies", "no test"],
+)
+def test_the_summary_counts_and_the_status_follows(
+    source: str, skips: str, status: int, summary: str, tmp_path: Path
+) -> None:
+    result = run_tests(tmp_path, source, skips)
+    assert result.stdout.splitlines()[-1] == summary, result.stdout
+    assert result.returncode == status, result.stdout
+
+
+def test_a_unit_test_program_that_crashes_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "skips.txt").touch()
+    program = tmp_path / "unit_tests"
+    program.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    program.chmod(0o755)
+    result = subprocess.run(
+        [sys.executable, RUN_TESTS, "--skips", "skips.txt", "--out", "out", "--unit", f"x={program}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )
+    assert result.returncode == 1
+    assert "FAILED x ended with status -11" in result.stdout
+    assert result.stdout.splitlines()[-1] == "0 passed, 1 failed"
