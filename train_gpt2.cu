@@ -4,6 +4,7 @@
 // run is described in options.h, which data a step sees in dataloader.h, how gradients are summed in
 // reduction.h, and how several processes work on one step in zero.cuh.
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -747,10 +748,12 @@ void report_step(Run& run, int step, double ms, const StepTimer& timer) {
     const float rate = run.schedule.at(step);
     const double tokens_per_second =
         static_cast<double>(run.batch.total_tokens) / (timer.smoothed_ms() / 1000.0);
-    const MatmulPrecision precision = sizeof(floatX) == 2 ? MatmulPrecision::bf16
-                                      : options.tf32      ? MatmulPrecision::tf32
-                                                          : MatmulPrecision::fp32;
-    const char* name = sizeof(floatX) == 2 ? "bf16" : options.tf32 ? "tf32" : "fp32";
+    const MatmulPrecision precision = sizeof(floatX) == 2        ? MatmulPrecision::bf16
+                                      : kHasTf32 && options.tf32 ? MatmulPrecision::tf32
+                                                                 : MatmulPrecision::fp32;
+    const char* name = precision == MatmulPrecision::bf16   ? "bf16"
+                       : precision == MatmulPrecision::tf32 ? "tf32"
+                                                            : "fp32";
     const std::string utilisation =
         format_mfu(mfu(flops_per_token(run.model.config, options.seq_len), tokens_per_second,
                        run.multi_gpu.num_processes, device_name(), precision));
@@ -859,6 +862,8 @@ int run_program(int argc, char** argv) {
 
 #ifndef LLMC_NO_MAIN
 int main(int argc, char** argv) {
+    // A file size limit then is a failed write, with a message, and not the end of the process.
+    std::signal(SIGXFSZ, SIG_IGN);
     try {
 #ifdef LLMC_CPU
         llmc::cpu::select_openblas_core(argv);

@@ -23,6 +23,8 @@ namespace llmc {
 
 #ifdef LLMC_CPU
 
+constexpr bool kHasTf32 = false;
+
 namespace detail {
 
 // The number after `key` in a file of "key: number kB" lines, in bytes; 0 when it is not there.

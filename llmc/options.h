@@ -267,7 +267,9 @@ inline std::vector<Flag> other_flags() {
         alone("--help", "help", &O::help, "print this text"),
         alone("--version", "version", &O::version, "print version, precision and commit"),
         alone("--dry-run", "dry_run", &O::dry_run, "check flags and files, print the plan, stop"),
-        alone("--hash", "hash", &O::hash, "print a hash of all weights after each step"),
+        alone("--hash", "hash", &O::hash,
+              "print hashes of weights and optimizer state at the end, and the last loss and norm "
+              "in bits"),
     };
 }
 

@@ -73,7 +73,7 @@ template <>
 inline bf16 from_float<bf16>(float value) {
     const uint16_t bits = float_to_bf16_bits(value);
     bf16 result;
-    std::memcpy(&result, &bits, sizeof(bits));
+    std::memcpy(static_cast<void*>(&result), &bits, sizeof(bits));
     return result;
 }
 
