@@ -54,7 +54,7 @@ class Step:
         return self.step, self.loss, self.norm, self.lr
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     command: list[str]
     status: int
@@ -80,11 +80,28 @@ class Result:
         return [float(step.loss) for step in self.steps]
 
     @property
+    def hashes(self) -> list[str]:
+        """The hash of all weights after each step, as --hash prints them."""
+        return re.findall(r"\bhash ([0-9a-f]{16})$", self.stdout, re.MULTILINE)
+
+    @property
     def hash(self) -> str:
-        """The hash of all weights that --hash prints at the end."""
-        found = re.findall(r"^hash ([0-9a-f]{16})$", self.stdout, re.MULTILINE)
-        assert len(found) == 1, f"{len(found)} hash lines\n{self}"
-        return found[0]
+        """The hash after the last step."""
+        assert self.hashes, f"no hash printed\n{self}"
+        return self.hashes[-1]
+
+    @property
+    def bits(self) -> str:
+        """The line of --hash with the last loss, the last norm and the optimizer's state."""
+        found = re.findall(r"^bits .*$", self.stdout, re.MULTILINE)
+        assert found, f"no line of bits\n{self}"
+        return found[-1]
+
+    @property
+    def skipped(self) -> list[int]:
+        """Steps whose update was skipped."""
+        found = re.findall(r"^step (\d+): update skipped: \S+", self.stdout, re.MULTILINE)
+        return [int(step) for step in found]
 
     @property
     def warnings(self) -> list[str]:
@@ -99,10 +116,14 @@ class Result:
         return re.findall(rf"^val loss ({NUMBER})", self.stdout, re.MULTILINE)
 
     def __str__(self) -> str:
+        lines = self.stdout.splitlines()
+        stdout = "\n".join(line for line in lines if not line.startswith(("|", "+-")))  # no tables
         return (
             f"$ {' '.join(self.command)}\nstatus {self.status} after {self.seconds:.2f} s\n"
-            f"--- stdout\n{self.stdout}--- stderr\n{self.stderr}---"
+            f"--- stdout\n{stdout}\n--- stderr\n{self.stderr}---"
         )
+
+    __repr__ = __str__
 
 
 class Trainer:
@@ -393,3 +414,41 @@ def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
             data = path.read_bytes()
             found[name] = (len(data), hashlib.sha256(data).hexdigest())
     return found
+
+
+# ------------------------------------------------------------------------- a small run's command
+
+SHAPE = Shape()
+MODEL = "custom:L2C32H2T32V256"  # SHAPE as a descriptor for -e
+
+
+class Workplace:
+    """A folder with token files, and commands for small runs in it.
+
+    A command is flags with their values; args(**) changes single flags: None leaves one out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.train = write_tokens(folder / "train.bin", make_tokens(2001, SHAPE.vocab_size, 1))
+        self.val = write_tokens(folder / "val.bin", make_tokens(501, SHAPE.vocab_size, 2))
+        self.out = folder / "out"
+
+    def args(self, changes: Mapping[str, object] | None = None, *more: object) -> list[object]:
+        """Three steps of two sequences of 16 tokens, without validation, samples and output."""
+        flags: dict[str, object] = {
+            "-e": MODEL,
+            "-i": self.train,
+            "-j": self.val,
+            "-b": 2,
+            "-t": 16,
+            "-d": 32,
+            "-l": 1e-3,
+            "-k": "constant",
+            "-x": 3,
+            "-v": 0,
+            "-s": 0,
+        }
+        flags.update(changes or {})
+        pairs = [pair for pair in flags.items() if pair[1] is not None]
+        return [*(part for pair in pairs for part in pair), *more]

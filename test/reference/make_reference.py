@@ -10,7 +10,8 @@ For each model of MODELS below, three files (integers and floats little endian):
     NAME_debug_state.bin   256 int32 (20240327, 2, B, T, zeros), then x int32 (B,T), y int32 (B,T),
                            logits fp32 (B,T,V), loss fp32 (1), and the 16 gradients of that loss in
                            the order and shapes of the weights. The loss is the mean over B*T
-                           positions; gradients are not clipped; padding rows of wte have gradient 0.
+                           positions; gradients are not clipped; padding rows of wte have
+                           gradient 0.
     NAME_steps.json        ten AdamW steps on that one batch: per step the loss before the update,
                            the gradient norm before clipping and the learning rate.
 
