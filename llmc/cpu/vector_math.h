@@ -32,7 +32,8 @@ inline float float_from_bits(uint32_t bits) {
 //
 // x = n ln 2 + r with |r| <= ln 2 / 2, and e^r = 1 + r + r^2 q(r), q minimax. ln 2 is split so that
 // n times its high part is exact. 2^n comes as two factors, each a normal number, so that a
-// denormal result is rounded once and 2^128 does not overflow early.
+// denormal result is rounded once and 2^128 does not overflow early. A factor of 0 makes the zeros,
+// since the processor takes a hundred times as long over a product that underflows.
 inline float vexp(float x) {
     x = x > 89.0f ? 89.0f : x;
     x = x < -105.0f ? -105.0f : x;
@@ -50,7 +51,7 @@ inline float vexp(float x) {
     const int32_t half = exponent >> 1;
     const float scale = float_from_bits(static_cast<uint32_t>(half + 127) << 23);
     const float rest = float_from_bits(static_cast<uint32_t>(exponent - half + 127) << 23);
-    return (e_r * scale) * rest;
+    return (e_r * scale) * (x < -103.98f ? 0.0f : rest);
 }
 inline double vexp(double x) {
     return std::exp(x);
