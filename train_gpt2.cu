@@ -520,6 +520,7 @@ void set_up(Run& run) {
         set_zero_configs(&run.multi_gpu, options.zero_stage, ParamLayout(run.model.config));
     if (!zero_note.empty()) print0(run, "%s\n", zero_note.c_str());
     open_data(run);
+    require_device();
     run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
                     options.warmup_steps, run.num_steps,
                     static_cast<float>(options.final_lr_fraction)};

@@ -5,6 +5,9 @@
 #ifdef LLMC_CPU
 #include <cblas.h>
 #include <gnu/libc-version.h>
+#else
+#include <cublasLt.h>
+#include <dlfcn.h>
 #endif
 
 #include <algorithm>
@@ -18,8 +21,17 @@
 
 #include "llmc/cpu/parallel.h"
 #include "llmc/cuda_common.h"
+#include "llmc/precision.h"
+#ifndef LLMC_CPU
+#include "llmc/attention.cuh"
+#endif
 
 namespace llmc {
+
+#ifndef LLMC_CPU
+// Does nothing; asking for its attributes tells whether this build has code for the GPU at hand.
+__global__ void device_info_probe_kernel() {}
+#endif
 
 #ifdef LLMC_CPU
 
@@ -92,6 +104,130 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
     return {{"OpenBLAS", openblas_get_config()},
             {"OpenBLAS core", openblas_get_corename()},
             {"glibc", gnu_get_libc_version()}};
+}
+
+// Throws Error when there is no device to compute on: never, for a CPU.
+inline void require_device() {}
+
+#else
+
+constexpr bool kHasTf32 = true;
+
+namespace detail {
+
+inline const cudaDeviceProp& device_properties() {
+    static const cudaDeviceProp properties = [] {
+        cudaDeviceProp p{};
+        int device = 0;
+        cuda_check(cudaGetDevice(&device));
+        cuda_check(cudaGetDeviceProperties(&p, device));
+        return p;
+    }();
+    return properties;
+}
+
+// NVIDIA's management library belongs to the driver and is looked for at run time, so that the
+// program starts without one. Numbers of its interface: NVML API reference, "Device Queries".
+class Nvml {
+  public:
+    Nvml() : library_(::dlopen("libnvidia-ml.so.1", RTLD_NOW)) {
+        using Init = int (*)();
+        const auto init = find<Init>("nvmlInit_v2");
+        ready_ = init != nullptr && init() == 0;
+    }
+    // A device by its PCI address, or null.
+    void* device(const char* pci) const {
+        const auto by_pci = find<int (*)(const char*, void**)>("nvmlDeviceGetHandleByPciBusId_v2");
+        void* handle = nullptr;
+        return ready_ && by_pci != nullptr && by_pci(pci, &handle) == 0 ? handle : nullptr;
+    }
+    // Calls a query of the form f(device, [which,] unsigned*); -1 when it fails.
+    long read(const char* query, void* device) const {
+        const auto call = find<int (*)(void*, unsigned*)>(query);
+        unsigned value = 0;
+        return call != nullptr && call(device, &value) == 0 ? static_cast<long>(value) : -1;
+    }
+    long read(const char* query, void* device, int which) const {
+        const auto call = find<int (*)(void*, int, unsigned*)>(query);
+        unsigned value = 0;
+        return call != nullptr && call(device, which, &value) == 0 ? static_cast<long>(value) : -1;
+    }
+
+  private:
+    template <class Function>
+    Function find(const char* name) const {
+        if (library_ == nullptr) return nullptr;
+        return reinterpret_cast<Function>(::dlsym(library_, name));
+    }
+    void* library_;
+    bool ready_ = false;
+};
+
+}  // namespace detail
+
+inline std::string device_name() {
+    return detail::device_properties().name;
+}
+
+inline size_t available_memory() {
+    size_t free_bytes = 0, total = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total));
+    return free_bytes;
+}
+
+// One line on the state of the device, for -lg.
+inline std::string device_status() {
+    size_t free_bytes = 0, total = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total));
+    std::string line = format("GPU memory %zu of %zu MiB", (total - free_bytes) >> 20, total >> 20);
+    static const detail::Nvml nvml;
+    char pci[32] = {};
+    int device = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetPCIBusId(pci, sizeof(pci), device));
+    void* handle = nvml.device(pci);
+    if (handle == nullptr) return line + ", no NVML";
+    constexpr int kSmClock = 1, kGpuTemperature = 0;
+    return line + format(", SM clock %ld MHz, %ld W of %ld W, %ld C",
+                         nvml.read("nvmlDeviceGetClockInfo", handle, kSmClock),
+                         nvml.read("nvmlDeviceGetPowerUsage", handle) / 1000,
+                         nvml.read("nvmlDeviceGetEnforcedPowerLimit", handle) / 1000,
+                         nvml.read("nvmlDeviceGetTemperature", handle, kGpuTemperature));
+}
+
+// Names and versions of the libraries that results depend on.
+inline std::vector<std::pair<std::string, std::string>> library_versions() {
+    int runtime = 0, driver = 0;
+    cuda_check(cudaRuntimeGetVersion(&runtime));
+    cuda_check(cudaDriverGetVersion(&driver));
+    return {{"CUDA runtime", std::to_string(runtime)},
+            {"CUDA driver", std::to_string(driver)},
+            {"cuBLASLt", std::to_string(cublasLtGetVersion())},
+            {"attention", attention_backend(64)}};
+}
+
+// Throws Error with one clear line when there is no GPU that this build can compute on.
+inline void require_device() {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        throw Error(format("no GPU: %s; train_gpt2cpu (make train_gpt2cpu) runs without one",
+                           status != cudaSuccess ? cudaGetErrorString(status) : "none found"));
+    }
+    cuda_check(cudaSetDevice(0));
+    const cudaDeviceProp& p = detail::device_properties();
+    if (sizeof(floatX) == 2 && p.major < 8) {
+        throw Error(format("%s: compute capability %d.%d has no bf16; build with PRECISION=FP32",
+                           p.name, p.major, p.minor));
+    }
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, device_info_probe_kernel) != cudaSuccess) {
+        cudaGetLastError();
+        throw Error(
+            format("%s: this build has no code for compute capability %d.%d; build with "
+                   "GPU_ARCH=%d%d",
+                   p.name, p.major, p.minor, p.major, p.minor));
+    }
 }
 
 #endif  // LLMC_CPU
