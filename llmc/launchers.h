@@ -63,7 +63,7 @@
 //       dlogits. With write_dlogits, logits become (softmax - onehot) * dloss, and columns V … Vp-1
 //       become 0 whatever they held (NaN included); without, logits are not written.
 //   mean_loss(out double (1), losses (rows), rows, stream)
-//       in double, in an order that depends on `rows` alone.
+//       in double, in an order that depends on `rows` alone; rows without a target count as 0.
 //
 // update
 //   tree_add(ranges, num_ranges, max_count, stream)
@@ -83,6 +83,8 @@
 //       fp32 from master, or from param where master is null; stored to master; and to param
 //       rounded stochastically by (seed, step, element index) when T is bf16.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #ifdef LLMC_CPU
 #include "llmc/cpu/adamw.h"

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -64,9 +66,11 @@ class Guarded {
 // Fills with normal(mean, scale), a function of the stream number and the index.
 template <class T>
 void fill_normal(T* data, size_t count, uint32_t stream, double scale = 1.0, double mean = 0.0) {
-    for (size_t i = 0; i < count; ++i) {
-        const Normal4 normal = random_normal4(42, RandomPurpose::kTest, stream, i / 4);
-        data[i] = store<T>(static_cast<accum_t<T>>(mean + scale * normal.lane[i % 4]));
+    for (size_t block = 0; block * 4 < count; ++block) {
+        const Normal4 normal = random_normal4(42, RandomPurpose::kTest, stream, block);
+        for (size_t i = block * 4; i < std::min(count, block * 4 + 4); ++i) {
+            data[i] = store<T>(static_cast<accum_t<T>>(mean + scale * normal.lane[i % 4]));
+        }
     }
 }
 
