@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Iterator
@@ -466,6 +467,54 @@ def test_a_second_signal_ends_it_at_once(fp32: Trainer, work: Workplace) -> None
     finish(process, timeout=20)
     for step in checkpoints(work.out):
         assert_checkpoint_whole(work.out, step)
+
+
+def file_size_limit(limit: int) -> list[str]:
+    """Command before the trainer's under which no file can grow beyond `limit` bytes: to the
+    program what a full disk is, and needs no root."""
+    code = (
+        "import os, resource, signal, sys;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize("size", ["model", "state"])
+def test_checkpoint_that_cannot_be_written(trainer: Trainer, work: Workplace, size: str) -> None:
+    """One line, no half files, and the old checkpoint is whole."""
+    trainer.train(work.args({"-x": 2, "-o": work.out, "-n": 2}))
+    before = {name: entry for name, entry in snapshot(work.out).items() if "0002" in name}
+    paths = {"model": model_path, "state": state_path}
+    limit = paths[size](work.out, 2).stat().st_size - 1
+    args = work.args({"-x": 4, "-o": work.out, "-n": 2, "-y": 1}, "--hash")
+    result = trainer.run(args, prefix=file_size_limit(limit))
+    assert_refused(result, str(work.out), "00000004", "File too large")
+    after = snapshot(work.out)
+    assert {name: entry for name, entry in after.items() if "0002" in name} == before
+    half = [name for name in after if "0004" in name and not name.endswith(".bin")]
+    assert not half and checkpoints(work.out) == [2], f"{sorted(after)}"
+    resumed = trainer.train(args)
+    assert resumed.hash == trainer.train(work.args({"-x": 4}, "--hash")).hash
+
+
+def test_log_that_cannot_be_written(fp32: Trainer, work: Workplace) -> None:
+    args = work.args({"-x": 2000, "-o": work.out})
+    result = fp32.run(args, prefix=file_size_limit(8192))
+    assert_refused(result, "main.log", "File too large")
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_no_crash_when_an_error_comes_while_the_update_still_runs(
+    trainer: Trainer, work: Workplace, run: int
+) -> None:
+    """The host learns of loss and norm before AdamW is done; memory must outlive its streams."""
+    # Hardly any forward pass, many weights to update.
+    args = work.args({"-e": "custom:L1C128H1T16V4096", "-b": 1, "-t": 1, "-d": 1, "-x": 2000,
+                      "-o": work.out})
+    result = trainer.run(args, prefix=file_size_limit(4096))
+    assert_refused(result, "main.log", "File too large")
 
 
 @pytest.fixture
