@@ -152,9 +152,11 @@ TEST(TokenDataset, FilesAndWindowsAreBothShuffledAndReadingStaysLocal) {
     const Shards shards(kLengths);
     const TokenDataset data = shards.open(8, 5, true);
     std::set<std::vector<size_t>> file_orders;
+    std::set<std::vector<uint64_t>> window_orders;  // of the longest file, 30 windows
     size_t in_order = 0;
     for (uint64_t epoch = 0; epoch < 20; ++epoch) {
         std::vector<size_t> files;
+        std::vector<uint64_t> windows;
         uint64_t last = 0;
         for (uint64_t q = epoch * kWindows; q < (epoch + 1) * kWindows; ++q) {
             const Window window = data.window(q);
@@ -166,12 +168,15 @@ TEST(TokenDataset, FilesAndWindowsAreBothShuffledAndReadingStaysLocal) {
                 in_order += window.index == last + 1;
             }
             last = window.index;
+            if (window.file == 2) windows.push_back(window.index);
         }
         // Each file once: all its windows lie together.
         EXPECT_EQ(files.size(), kLengths.size());
         file_orders.insert(files);
+        window_orders.insert(windows);
     }
     EXPECT_GT(file_orders.size(), 15u);
+    EXPECT_EQ(window_orders.size(), 20u);
     // Neighbours in the order are neighbours in the file about once a file.
     EXPECT_LT(in_order, 20u * 10u);
 }

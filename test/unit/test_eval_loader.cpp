@@ -187,8 +187,20 @@ TEST(EvalDataset, LowestMeanWinsNotLowestSum) {
     EXPECT_EQ(data.count_correct(0, losses.data()), 1);
     set(2, {1.0f, std::numeric_limits<float>::quiet_NaN(), 1.0f});
     EXPECT_EQ(data.count_correct(0, losses.data()), 0);
+    set(2, {1.0f, 1.5f, 1.25f});
+    set(0, {std::numeric_limits<float>::quiet_NaN(), 1.0f});
+    EXPECT_EQ(data.count_correct(0, losses.data()), 1);
+}
+
+TEST(EvalDataset, LossesThatAreNoNumbersAnswerNothing) {
+    TemporaryFolder folder;
     const std::vector<float> nans(4 * 6, std::numeric_limits<float>::quiet_NaN());
-    EXPECT_EQ(data.count_correct(0, nans.data()), 0);
+    for (uint16_t label = 0; label < 4; ++label) {
+        Example example = kSmall;
+        example.label = label;
+        write_file(folder.file("e.bin"), eval_file({example}));
+        EXPECT_EQ(EvalDataset(folder.file("e.bin"), 4, 6, kVocab).count_correct(0, nans.data()), 0);
+    }
 }
 
 // llm.c#584: 5 examples on 8 ranks gave another accuracy than on one.

@@ -28,8 +28,8 @@ constexpr int kM = 4;
 class Pipeline : public testing::Test {
   protected:
     Pipeline() {
-        write_tokens(folder_.file("a.bin"), count_up(0, 12 * kT + 3));
-        write_tokens(folder_.file("b.bin"), count_up(1000, 20 * kT + 1));
+        write_tokens(folder_.file("a.bin"), random_tokens(0, 12 * kT + 3));
+        write_tokens(folder_.file("b.bin"), random_tokens(1000, 20 * kT + 1));
         paths_ = {folder_.file("a.bin"), folder_.file("b.bin")};
         data_ = std::make_unique<TokenDataset>(paths_, kT, 2000, 1337, true);
     }
@@ -40,6 +40,14 @@ class Pipeline : public testing::Test {
         result.first_micro_batch = first_micro_batch;
         result.micro_batches = micro_batches;
         return result;
+    }
+    static std::vector<uint16_t> random_tokens(uint64_t first, size_t count) {
+        std::vector<uint16_t> tokens(count);
+        for (uint16_t& token : tokens) {
+            token =
+                static_cast<uint16_t>(random_bits32(6, RandomPurpose::kTest, 0, first++) % 2000);
+        }
+        return tokens;
     }
     static float rate(int step) { return 0.5f * static_cast<float>(step) + 1.0f; }
 
