@@ -1,0 +1,54 @@
+// The node of the gradients' reduction tree.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "llmc/cpu/blocks.h"
+#include "llmc/precision.h"
+#include "llmc/step_state.h"
+
+namespace llmc::cpu {
+
+// a + b, rounded to nearest even in G; the one place where the CPU adds two slots' gradients.
+//
+// For bf16 the sum is rounded to fp32 and then to bf16, which gives the same bits as rounding once:
+// 24 bits of significand are at least 2 * 8 + 2 (Figueroa, "When is double rounding innocuous?",
+// 1995). A NaN gets the GPU's bits whatever the operands' were.
+template <class G>
+inline G tree_node(G a, G b) {
+    const accum_t<G> sum = load(a) + load(b);
+    if constexpr (std::is_same_v<G, float>) {
+        constexpr uint32_t kGpuNan = 0x7fffffffu;
+        float nan;
+        std::memcpy(&nan, &kGpuNan, sizeof(nan));
+        return sum == sum ? sum : nan;
+    } else {
+        return store<G>(sum);
+    }
+}
+
+// out = tree_node(a, b) over each range. `ranges` TreeRange<G>[num_ranges], read when the stream
+// gets there; `max_count` the largest count. out may be a or b, but not overlap them otherwise.
+// Throws Error for a negative num_ranges and for a null table.
+template <class G>
+void tree_add(const TreeRange<G>* ranges, int num_ranges, size_t max_count, cudaStream_t stream) {
+    check_table("tree_add", ranges, num_ranges);
+    if (num_ranges == 0 || max_count == 0) return;
+    enqueue(stream, [=] {
+        constexpr size_t kBlock = size_t{1} << 15;
+        for_each_block(
+            static_cast<size_t>(num_ranges), max_count, kBlock,
+            [&](size_t i) { return ranges[i].count; },
+            [&](size_t i, size_t begin, size_t end) {
+                const TreeRange<G> range = ranges[i];
+                for (size_t k = begin; k < end; ++k) {
+                    range.out[k] = tree_node(range.a[k], range.b[k]);
+                }
+            });
+    });
+}
+
+}  // namespace llmc::cpu
