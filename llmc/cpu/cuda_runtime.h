@@ -51,19 +51,21 @@ constexpr unsigned int cudaMemAttachGlobal = 1;
 
 namespace llmc::standin {
 
-// A point in one stream's queue. Recording counts up `recorded`; the stream's thread, when it gets
-// there, raises `completed` to the same number. Waiting means: until completed >= the number that
-// was the newest when the wait was issued. An event never recorded is complete, as in CUDA.
+// A point in one stream's queue. Each record is a ticket, pending until its stream's thread gets
+// there; waiting means: until the ticket that was the newest when the wait was issued is no longer
+// pending. An event never recorded is complete, as in CUDA. Records on two streams may complete in
+// either order.
 struct Event {
     std::mutex mutex;
     std::condition_variable changed;
     uint64_t recorded = 0;
-    uint64_t completed = 0;
-    std::chrono::steady_clock::time_point time{};
+    std::set<uint64_t> pending;
+    std::chrono::steady_clock::time_point time{};  // of the newest record
 
     uint64_t issue() {
         std::lock_guard<std::mutex> lock(mutex);
-        return ++recorded;
+        pending.insert(++recorded);
+        return recorded;
     }
     uint64_t newest() {
         std::lock_guard<std::mutex> lock(mutex);
@@ -71,17 +73,17 @@ struct Event {
     }
     void complete(uint64_t ticket) {
         std::lock_guard<std::mutex> lock(mutex);
-        completed = ticket;
-        time = std::chrono::steady_clock::now();
+        pending.erase(ticket);
+        if (ticket == recorded) time = std::chrono::steady_clock::now();
         changed.notify_all();
     }
     void wait(uint64_t ticket) {
         std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [&] { return completed >= ticket; });
+        changed.wait(lock, [&] { return pending.count(ticket) == 0; });
     }
     bool done(uint64_t ticket) {
         std::lock_guard<std::mutex> lock(mutex);
-        return completed >= ticket;
+        return pending.count(ticket) == 0;
     }
 };
 
