@@ -23,6 +23,7 @@
 
 #include "llmc/cuda_common.h"
 #include "llmc/error.h"
+#include "llmc/hash.h"
 #include "llmc/permutation.h"
 #include "llmc/step_state.h"
 #include "llmc/token_file.h"
@@ -135,21 +136,14 @@ class TokenDataset {
 
     // Hash of the files' names without folders and their numbers of tokens: equal on two ranks, or
     // before and after a restart, when they see the same list of files. Contents are not read.
-    // FNV-1a (Fowler, Noll, Vo).
     uint64_t data_hash() const {
-        uint64_t hash = 0xcbf29ce484222325u;
-        const auto add = [&hash](unsigned char byte) { hash = (hash ^ byte) * 0x100000001b3u; };
+        std::string list;
         for (size_t file = 0; file < files_.size(); ++file) {
             const std::string& path = files_.path(file);
-            for (const char c : path.substr(path.rfind('/') + 1)) {
-                add(static_cast<unsigned char>(c));
-            }
-            add(0);
-            for (int shift = 0; shift < 64; shift += 8) {
-                add(static_cast<unsigned char>(files_.tokens(file) >> shift));
-            }
+            list += format("%s %llu\n", path.c_str() + path.rfind('/') + 1,
+                           static_cast<unsigned long long>(files_.tokens(file)));
         }
-        return hash;
+        return hash_text(list);
     }
 
   private:
