@@ -140,7 +140,7 @@ class TokenDataset {
         std::string list;
         for (size_t file = 0; file < files_.size(); ++file) {
             const std::string& path = files_.path(file);
-            list += format("%s %llu\n", path.c_str() + path.rfind('/') + 1,
+            list += format("%s %llu\n", path.c_str() + (path.rfind('/') + 1),
                            static_cast<unsigned long long>(files_.tokens(file)));
         }
         return hash_text(list);
