@@ -459,22 +459,21 @@ void check_memory(const Run& run) {
 }
 
 void print_row(const Run& run, const char* name, const std::string& value) {
-    print0(run, "| %-22s | %-58s |\n", name, value.c_str());
+    print0(run, "| %-27s | %-62s |\n", name, value.c_str());
 }
 
 void print_plan(const Run& run) {
     const Options& options = run.options;
     const ModelConfig& config = run.model.config;
-    const char* rule =
-        "+------------------------+------------------------------------------------------------+\n";
-    print0(run, "%s", rule);
+    const std::string rule = "+" + std::string(29, '-') + "+" + std::string(64, '-') + "+\n";
+    print0(run, "%s", rule.c_str());
     for (const Flag& flag : flag_table()) {
         if (flag.takes_value) {
             print_row(run, (std::string(flag.letters) + " " + flag.name).c_str(),
                       flag_value(options, flag));
         }
     }
-    print0(run, "%s", rule);
+    print0(run, "%s", rule.c_str());
     print_row(run, "device", device_name());
     print_row(run, "precision",
               format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16"));
@@ -501,9 +500,9 @@ void print_plan(const Run& run) {
     print_row(run, "processes",
               format("%d, ZeRO stage %d", run.multi_gpu.num_processes, run.multi_gpu.zero_stage));
     print_row(run, "steps", format("%d", run.num_steps));
-    print0(run, "%s", rule);
+    print0(run, "%s", rule.c_str());
     if (run.is_main()) run.model.memory.print(stdout);
-    print0(run, "%s", rule);
+    print0(run, "%s", rule.c_str());
 }
 
 // Reads and checks flags, files and memory; writes nothing.

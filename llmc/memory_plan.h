@@ -31,14 +31,12 @@ class MemoryPlan {
 
     // One row a name with its size, then the sum. Rows of no bytes are left out.
     void print(std::FILE* out) const {
-        std::fprintf(out, "| %-14s | %-38s | %12s |\n", "memory", "what", "MiB");
-        std::fprintf(
-            out, "|----------------|----------------------------------------|--------------|\n");
+        std::fprintf(out, "| %-27s | %-47s | %12s |\n", "memory", "what", "MiB");
         for (const auto& [category, name, bytes] : rows()) {
             if (bytes == 0) continue;
-            std::fprintf(out, "| %-14s | %-38s | %12.2f |\n", category, name, mebibytes(bytes));
+            std::fprintf(out, "| %-27s | %-47s | %12.2f |\n", category, name, mebibytes(bytes));
         }
-        std::fprintf(out, "| %-14s | %-38s | %12.2f |\n", "sum", "", mebibytes(total_bytes()));
+        std::fprintf(out, "| %-27s | %-47s | %12.2f |\n", "sum", "", mebibytes(total_bytes()));
     }
 
     // Allocates everything. With `fill` >= 0 each byte of it is set to that value first, so that a
