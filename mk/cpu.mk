@@ -42,7 +42,9 @@ TRAINER_BUILD = $(CXX) $(CPU_FLAGS) $(TRAINER_OPT) -DLLMC_COMMIT='"$(COMMIT)"'
 UNIT_COMPILE = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) $(call inc,GTEST)
 UNIT_LINK = $(CXX) $(CPU_FLAGS) $(UNIT_OBJECTS) -o $(CPU_DIR)/unit_tests $(call lib,GTEST) \
     -lgtest_main -lgtest $(CPU_LIBS)
-UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/unit/test_*.cpp))
+# The tests, and the functions of train_gpt2.cu that some of them call.
+UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/unit/test_*.cpp)) \
+    $(CPU_DIR)/unit/train_gpt2.o
 
 $(eval $(call stamp,$(CPU_DIR)/trainer.flags,$$(TRAINER_BUILD) $$(CPU_LIBS) # $$(CPU_ID)))
 $(eval $(call stamp,$(CPU_DIR)/unit.flags,$$(UNIT_COMPILE) # $$(CPU_ID)))
@@ -57,6 +59,11 @@ $(CPU_DIR)/unit/%.o: test/unit/%.cpp $(CPU_DIR)/unit.flags
 	$(call need,GoogleTest,GTEST,GTEST_PATH)
 	@mkdir -p $(@D)
 	$(UNIT_COMPILE) $(DEPFLAGS) -c $< -o $@
+
+$(CPU_DIR)/unit/train_gpt2.o: train_gpt2.cu $(CPU_DIR)/unit.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	@mkdir -p $(@D)
+	$(UNIT_COMPILE) $(DEPFLAGS) -DLLMC_NO_MAIN -x c++ -c $< -o $@
 
 $(CPU_DIR)/unit_tests: $(UNIT_OBJECTS) $(CPU_DIR)/unit_tests.flags
 	$(UNIT_LINK)
