@@ -30,7 +30,7 @@ namespace llmc {
 
 #ifndef LLMC_CPU
 // Does nothing; asking for its attributes tells whether this build has code for the GPU at hand.
-__global__ void device_info_probe_kernel() {}
+static __global__ void device_info_probe_kernel() {}
 #endif
 
 #ifdef LLMC_CPU

@@ -111,10 +111,13 @@ inline size_t scratch_bytes(const GPT2& model) {
                      global_norm_chunks_scratch_bytes(model.num_chunks, model.max_chunk)});
 }
 
+// There for every stream when it returns.
 template <class T>
 void upload(T* device, const std::vector<T>& host) {
     if (host.empty()) return;
     cuda_check(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    // cudaMemcpy may return while the default stream still copies, and the others don't wait for it.
+    cuda_check(cudaStreamSynchronize(nullptr));
 }
 
 inline size_t num_layer_tensors(const GPT2& model) {
@@ -210,6 +213,7 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     memory.add("optimizer", "master weights", &model->master.base, model->use_master ? state : 0);
     detail::plan_activations(model);
     memory.add("scratch", "of the kernels", &model->acts.scratch, detail::scratch_bytes(*model));
+    matmul_plan_workspace(&memory);
     memory.add("step", "losses, norms, tables", &model->step_state, 1);
     memory.add("step", "losses, norms, tables", &model->micro_losses,
                model->plan.num_micro_batches);
@@ -220,6 +224,8 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
                2 * model->spares.size() * tensors);
 }
 
+// Memory, streams, and what is the same for every run. Like everything here that fills memory, this
+// uses the default stream: cudaDeviceSynchronize before others read.
 inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     // LLMC_POISON fills memory with NaN first, so that a test can show that nothing is read unwritten.
     const bool poison = std::getenv("LLMC_POISON") != nullptr;
@@ -260,6 +266,7 @@ inline void gpt2_free(GPT2* model) {
     cudaStreamDestroy(model->main_stream);
     cudaStreamDestroy(model->copy_stream);
     cudaFreeHost(model->host_state);
+    matmul_forget_workspace();
     model->main_stream = nullptr;
 }
 

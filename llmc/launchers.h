@@ -45,6 +45,9 @@
 //                          scratch, rows, C, OC, accumulate, stream)
 //       Products and sums in fp32, one rounding; with `accumulate` the old gradient enters the sum
 //       before that rounding.
+//   matmul_allow_tf32(allow), matmul_plan_workspace(memory), matmul_forget_workspace()
+//       Not launches: what the library behind the products may do, and the memory it works in. They
+//       do nothing on the CPU.
 //
 // attention (causal, scale 1/sqrt(HS); qkv holds q, k, v of all heads in this order: (B,T,3,NH,HS))
 //   attention_forward(out (B,T,C), lse (B,NH,T), qkv (B,T,3C), B, T, C, NH, stream)

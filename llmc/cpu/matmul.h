@@ -17,6 +17,7 @@
 #include "llmc/cpu/blas.h"
 #include "llmc/cpu/parallel.h"
 #include "llmc/cpu/shapes.h"
+#include "llmc/memory_plan.h"
 
 namespace llmc::cpu {
 
@@ -171,6 +172,11 @@ void sum_rows(G* out, const T* in, size_t rows, size_t columns, bool add_to_out)
 }
 
 }  // namespace matmul_detail
+
+// The twins have no TF32 and no workspace: these only have the GPU's names.
+inline void matmul_allow_tf32(bool) {}
+inline void matmul_plan_workspace(MemoryPlan*) {}
+inline void matmul_forget_workspace() {}
 
 // out (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null. Sums in fp32
 // (double for double), one rounding to T.

@@ -112,8 +112,10 @@ class ReferenceModel {
         model_.memory.add("inputs", "batch", &order_, rows);
         model_.memory.add("inputs", "batch", &inputs_, 1);
         ::setenv("LLMC_POISON", "1", 1);  // whatever is read unwritten is NaN
+        matmul_allow_tf32(false);
         gpt2_allocate(&model_, multi_gpu_);
         gpt2_load_weights(&model_, model_path, multi_gpu_);
+        cuda_check(cudaDeviceSynchronize());
         std::vector<int> order(rows);
         sort_positions_by_token(state_->x.data(), static_cast<int>(rows), model_.config.vocab_size,
                                 order.data());
