@@ -9,7 +9,7 @@ GRAD_PRECISION ?=
 NO_MULTI_GPU ?=
 ## 1: build without MPI (processes then find each other with -pi tcp or -pi fs)
 NO_USE_MPI ?=
-## 1: attention by cuDNN (CUDA build; compiles for a minute longer)
+## 1 or 0: attention by cuDNN or by our own kernels (empty: cuDNN where it was found, and BF16)
 USE_CUDNN ?=
 ## Processor to compile for, as g++ -march takes it
 CPU_ARCH ?= native
@@ -17,8 +17,8 @@ CPU_ARCH ?= native
 GPU_ARCH ?=
 ## address or thread: CPU build under that sanitizer
 SANITIZE ?=
-## 0: let a compiler's new warnings pass
-WERROR ?= 1
+## 1 or 0: are warnings errors? (empty: up to g++ 12, since newer ones warn of more)
+WERROR ?=
 ## Where the CUDA toolkit is (empty: nvcc on the PATH, or /usr/local/cuda)
 CUDA_HOME ?=
 ## Where NCCL's include/ and lib/ are (empty, here and below: the usual places)
@@ -55,7 +55,8 @@ $(call one_of,GRAD_PRECISION,FP32,FP32 or leave it empty)
 $(call one_of,SANITIZE,address thread,address or thread)
 $(foreach v,NO_MULTI_GPU NO_USE_MPI USE_CUDNN WERROR,$(call one_of,$(v),0 1,0 or 1))
 
-WARNINGS_ARE_ERRORS := $(if $(filter 0,$(WERROR)),,-Werror)
+GXX_UP_TO_12 := $(filter 7 8 9 10 11 12,$(firstword $(subst ., ,$(shell $(CXX) -dumpversion 2>&1))))
+WARNINGS_ARE_ERRORS := $(if $(filter 1,$(or $(WERROR),$(GXX_UP_TO_12:%=1))),-Werror)
 # Every set of variables that changes the code has a folder of its own: build/cpu-fp32,
 # build/cuda-bf16-gradfp32, build/x86-64-v3/cpu-bf16, build/single/cpu-fp32, ...
 BUILD := build$(addprefix /,$(filter-out native,$(CPU_ARCH)))
@@ -70,10 +71,11 @@ $(1): FORCE | check-deps
 	@mkdir -p $$(@D)
 	@printf '%s\n' $$(call quote,$(2)) | cmp -s - $$@ || printf '%s\n' $$(call quote,$(2)) >$$@
 endef
-# $(call need,TITLE,NAME,PATH VARIABLE): stops with one line when a library is missing.
-need = $(if $($(2)_LIB),,$(error $(call missing,$(1),$(2),$(3))))
+# $(call need,TITLE,NAME,PATH VARIABLE): stops with one line when the library, or the compiler that
+# was asked where it is, is missing.
+need = $(if $(INCLUDE_DIRS),,$(error the C++ compiler $(CXX) does not run: apt-get install g++, or \
+    set CXX))$(if $($(2)_LIB),,$(error $(call missing,$(1),$(2),$(3))))
 DEPFLAGS = -MMD -MP -MF $@.d -MT $@
-NVCC_DEPFLAGS = -MMD -MP -MF $@.d -MT $@
 
 ifneq ($(filter-out help clean distclean,$(or $(MAKECMDGOALS),all)),)
 include mk/find.mk mk/cpu.mk mk/cuda.mk
@@ -97,6 +99,9 @@ train_gpt2cu: $(CUDA_DIR)/train_gpt2cu
 ## The unit tests of the CPU build, not run
 unit_tests: $(CPU_DIR)/unit_tests
 
+## The GPU tests, not run
+gpu_tests: $(CUDA_DIR)/gpu_tests
+
 # For scripts: which one `all` is.
 print-trainer:
 	@echo $(TRAINER)
@@ -110,6 +115,9 @@ SUB = +@$(MAKE) --no-print-directory $(PARALLEL) REPORT=0
 unit_run = --unit $(notdir $(call cpu_dir,$(1),,$(2)))=$(call cpu_dir,$(1),,$(2))/unit_tests
 UNIT_RUNS = $(call unit_run,FP32,$(1)) $(call unit_run,BF16,$(1))
 ASAN_RUN = $(call unit_run,FP32,address)
+# $(call gpu_run,PRECISION,GRAD_FP32): likewise of a CUDA build's.
+gpu_run = --unit $(notdir $(call cuda_dir,$(1),$(2)))=$(call cuda_dir,$(1),$(2))/gpu_tests
+GPU_RUNS = $(call gpu_run,FP32) $(call gpu_run,BF16) $(call gpu_run,BF16,FP32)
 RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test
 
 build_tests: check-deps
@@ -121,7 +129,8 @@ train_and_unit: $(CPU_DIR)/train_gpt2cpu $(CPU_DIR)/unit_tests
 ## All that needs no GPU and little time: unit tests, sanitizers, Python tests
 test: setup
 	$(SUB) build_tests
-	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) -m "not slow" $(PYTEST_ARGS) test
+	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) \
+	    --pytest --build-dir $(BUILD) -m "not slow" $(PYTEST_ARGS) test
 
 ## Unit tests of the CPU build in FP32 and BF16 (GTEST_FILTER=... chooses)
 test_unit: setup
@@ -139,9 +148,12 @@ test_full: setup
 	$(SUB) build_tests
 	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
 
-## Each GPU kernel against its CPU twin (needs a GPU)
-test_gpu: $(CUDA_DIR)/gpu_tests
-	@$(PYTHON) dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test --unit gpu=$<
+## Each GPU kernel against its CPU twin, the whole model against PyTorch (needs a GPU)
+test_gpu: check-deps
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= USE_CUDNN= gpu_tests
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= gpu_tests
+	$(SUB) PRECISION=BF16 GRAD_PRECISION=FP32 gpu_tests
+	@$(PYTHON) dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test $(GPU_RUNS)
 
 ## Format, length of files and functions, forbidden words, Python warnings
 check: setup
@@ -170,9 +182,12 @@ PACKAGES := $(if $(OPENBLAS_LIB)$(OPENBLAS_PATH),,libopenblas-dev) \
 OPTIONAL_PACKAGES := $(if $(wildcard llmc/cpu/nccl.h),$(if $(GLOO_LIB)$(GLOO_PATH),,libgloo-dev) \
     $(if $(OPENMPI_LIB)$(OPENMPI_DIR),,openmpi-bin libopenmpi-dev))
 
+NEEDS_CUDNN_FRONTEND := $(and $(NVCC),$(CUDNN_LIB),$(if $(CUDNN_FRONTEND_INC)$(CUDNN_FRONTEND_PATH),,1))
+
 ## Install what is missing: Debian or Ubuntu packages, Python packages in .venv
 setup:
-	@CXX='$(CXX)' dev/setup.sh $(PACKAGES) $(if $(strip $(OPTIONAL_PACKAGES)),--optional $(OPTIONAL_PACKAGES))
+	@CXX='$(CXX)' dev/setup.sh $(PACKAGES) $(addprefix --optional=,$(OPTIONAL_PACKAGES)) \
+	    $(if $(NEEDS_CUDNN_FRONTEND),--python=dev/requirements-cuda.txt)
 
 ## Remove what was built
 clean:
@@ -187,5 +202,6 @@ help:
 	@awk -f mk/help.awk Makefile
 
 FORCE:
-.PHONY: all train_gpt2cpu train_gpt2cu unit_tests build_tests train_and_unit test test_unit \
-    test_sanitize test_full test_gpu check print-trainer demo data bench check-deps setup clean distclean help FORCE
+.PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_and_unit test test_unit \
+    test_sanitize test_full test_gpu check print-trainer demo data bench check-deps setup \
+    clean distclean help FORCE

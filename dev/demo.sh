@@ -11,8 +11,7 @@ SEQ_LEN=64
 TOKENS_PER_STEP=256
 LEARNING_RATE=1e-3
 WARMUP=20
-FINAL_LR_FRACTION=0.1
-STEPS=400
+STEPS=500
 VAL_EVERY=50
 VAL_BATCHES=20
 SAMPLE_TOKENS=64
@@ -61,7 +60,7 @@ if grep -q '"text": "synthetic"' dev/data/tinyshakespeare/source.json; then
 fi
 
 command=("$trainer" -e "$MODEL" -b "$BATCH" -t "$SEQ_LEN" -d "$TOKENS_PER_STEP"
-    -l "$LEARNING_RATE" -u "$WARMUP" -q "$FINAL_LR_FRACTION" -x "$STEPS" -v "$VAL_EVERY"
+    -l "$LEARNING_RATE" -u "$WARMUP" -x "$STEPS" -v "$VAL_EVERY"
     -m "$VAL_BATCHES" -s "$STEPS" -g "$SAMPLE_TOKENS" -o "$OUT" -y 0)
 say "4/5 train: ${command[*]}"
 rm -rf "$OUT"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs what is missing, and nothing else.
-#   dev/setup.sh [PACKAGE ...] [--optional PACKAGE ...]
+#   dev/setup.sh [PACKAGE ...] [--optional=PACKAGE ...] [--python=REQUIREMENTS]
 # PACKAGEs are libraries that the Makefile did not find (`make setup` passes them); optional ones
-# are left out where the distribution does not have them. Tools and .venv are checked here.
+# are left out where the distribution does not have them, and REQUIREMENTS, more Python packages for
+# .venv, where pip cannot install them. Tools and .venv are checked here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,15 +18,13 @@ can_make_venv() {
 
 packages=()
 optional=()
-list=packages
+requirements=
 for argument in "$@"; do
-    if [ "$argument" = --optional ]; then
-        list=optional
-    elif [ $list = optional ]; then
-        optional+=("$argument")
-    else
-        packages+=("$argument")
-    fi
+    case $argument in
+        --optional=*) optional+=("${argument#*=}") ;;
+        --python=*) requirements=${argument#*=} ;;
+        *) packages+=("$argument") ;;
+    esac
 done
 command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
 command -v make >/dev/null || packages+=(make)
@@ -101,3 +100,8 @@ make_venv() {
 
 if [ ${#packages[@]} != 0 ] || [ ${#optional[@]} != 0 ]; then install_packages; fi
 venv_is_complete || make_venv
+if [ -n "$requirements" ]; then
+    echo "setup: Python packages of $requirements into .venv"
+    .venv/bin/python -m pip install -q --disable-pip-version-check -r "$requirements" ||
+        echo "setup: pip could not install $requirements, going on without"
+fi

@@ -3,21 +3,38 @@
 CUDA_CODE := $(wildcard llmc/matmul.cuh)
 CUDA_PRECISION := $(or $(PRECISION),BF16)
 CUDA_GRAD_FP32 := $(if $(filter BF16,$(CUDA_PRECISION)),$(filter FP32,$(GRAD_PRECISION)))
-CUDA_DIR := $(BUILD)/cuda-$(call lower,$(CUDA_PRECISION))$(if $(CUDA_GRAD_FP32),-gradfp32)$(if $(filter 1,$(USE_CUDNN)),-cudnn)
+
+# cuDNN does attention in bf16 where it and its front-end are found; our own kernels do elsewhere.
+CUDNN_FOUND := $(and $(CUDNN_LIB),$(CUDNN_FRONTEND_INC),$(wildcard llmc/cudnn_att.cpp))
+# $(call with_cudnn,PRECISION)
+with_cudnn = $(if $(USE_CUDNN),$(filter 1,$(USE_CUDNN)),$(if $(and $(CUDNN_FOUND),$(filter BF16,$(1))),1))
+WITH_CUDNN := $(call with_cudnn,$(CUDA_PRECISION))
+
+# $(call cuda_dir,PRECISION,GRAD_FP32)
+cuda_dir = $(BUILD)/cuda-$(call lower,$(1))$(if $(2),-gradfp32)$(if $(call with_cudnn,$(1)),-cudnn)
+CUDA_DIR := $(call cuda_dir,$(CUDA_PRECISION),$(CUDA_GRAD_FP32))
 
 # The GPU at hand, else the two generations that this project is tuned for. Asked only in a recipe:
 # nvidia-smi is slow.
 detected_arch = $(or $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)),80 90)
 CUDA_ARCHS = $(eval CUDA_ARCHS := $(or $(GPU_ARCH),$(detected_arch)))$(CUDA_ARCHS)
 CUDA_TOO_OLD = $(if $(filter BF16,$(CUDA_PRECISION)),$(filter 50 52 53 60 61 62 70 72 75,$(CUDA_ARCHS)))
+# Stops with one line where the build cannot be made.
+cuda_checks = $(if $(CUDA_TOO_OLD),$(error PRECISION=BF16 needs compute capability 8.0 or newer, sm_$(firstword $(CUDA_TOO_OLD)) has none: use PRECISION=FP32)) \
+    $(if $(and $(WITH_CUDNN),$(filter FP32,$(CUDA_PRECISION))),$(error USE_CUDNN=1 needs PRECISION=BF16: cuDNN has no attention in FP32)) \
+    $(if $(WITH_CUDNN),$(call need,cuDNN,CUDNN,CUDNN_PATH)$(if $(CUDNN_FRONTEND_INC),,$(error $(call missing,cuDNN front-end,CUDNN_FRONTEND,CUDNN_FRONTEND_PATH))))
 
-CUDA_FLAGS = -std=c++17 -O3 -I. $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-    -Xcompiler -Wall,-Wextra,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
-    $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(CUDA_MULTI_FLAGS) $(CUDA_CUDNN_FLAGS)
-CUDA_LIBS = -L$(CUDA_LIB) -lcublasLt -lcublas $(CUDA_MULTI_LIBS) $(CUDA_CUDNN_LIBS)
+# As lib in find.mk, for nvcc.
 nvcc_lib = $(foreach d,$(filter-out $(LIB_DIRS),$($(1)_LIB)),-L$(d) -Xlinker -rpath,$(d))
 
-CUDA_MULTI := $(and $(wildcard llmc/zero.cuh),$(NCCL_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
+CUDA_FLAGS = -std=c++17 -O3 -I. --threads $(words $(CUDA_ARCHS)) \
+    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+    $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings -Xcompiler -Werror) \
+    -Xcompiler -Wall,-Wextra,-pthread,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
+    $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) $(CUDA_MULTI_FLAGS)
+CUDA_LIBS = $(call nvcc_lib,CUDA) -lcublasLt $(CUDA_MULTI_LIBS) $(CUDA_CUDNN_LIBS) -ldl
+
+CUDA_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(NCCL_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
 CUDA_MPI := $(and $(CUDA_MULTI),$(OPENMPI_LIB),$(filter-out x1,x$(NO_USE_MPI)))
 ifneq ($(CUDA_MULTI),)
 CUDA_MULTI_FLAGS = -DMULTI_GPU $(call inc,NCCL)
@@ -28,42 +45,53 @@ CUDA_MULTI_FLAGS += -DUSE_MPI -DOMPI_SKIP_MPICXX=1 $(call inc,OPENMPI)
 CUDA_MULTI_LIBS += $(call nvcc_lib,OPENMPI) -lmpi
 endif
 
-# The cuDNN front-end takes more than a minute to compile: an object of its own. It opens the driver
-# at run time, so that the program starts without one, and compiles kernels with nvrtc.
-ifeq ($(USE_CUDNN),1)
-CUDNN_OBJECT := $(CUDA_DIR)/cudnn_att.o
-CUDA_CUDNN_FLAGS = -DUSE_CUDNN -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING $(call inc,CUDNN)
-CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN) -lcudnn -lnvrtc -ldl
+# The cuDNN front-end takes more than half a minute to compile: an object of its own, which depends
+# on nothing that the rest is built with. It opens the driver at run time, so that the program starts
+# without one, and compiles kernels with nvrtc.
+ifneq ($(WITH_CUDNN),)
+CUDNN_OBJECT := $(BUILD)/cudnn/cudnn_att.o
+CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN) -lcudnn -lnvrtc
 endif
+CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
+    $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB
 
 CUDA_TRAINER_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_COMMIT='"$(COMMIT)"'
-CUDNN_COMPILE = $(NVCC) $(CUDA_FLAGS) -DCUDNN_FRONTEND_SKIP_JSON_LIB -isystem $(CUDNN_FRONTEND_INC)
+GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(call inc,OPENBLAS)
+GPU_TEST_LIBS = $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(call nvcc_lib,OPENBLAS) -lopenblas
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
 $(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_BUILD) $$(CUDA_LIBS)))
-$(eval $(call stamp,$(CUDA_DIR)/cudnn.flags,$$(CUDNN_COMPILE)))
+$(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE)))
+$(eval $(call stamp,$(BUILD)/cudnn/cudnn.flags,$$(CUDNN_COMPILE)))
 
 $(CUDA_DIR)/train_gpt2cu: train_gpt2.cu $(CUDNN_OBJECT) $(CUDA_DIR)/trainer.flags
-	$(if $(CUDA_TOO_OLD),$(error PRECISION=BF16 needs compute capability 8.0 or newer, sm_$(firstword $(CUDA_TOO_OLD)) has none: use PRECISION=FP32))
-	$(CUDA_TRAINER_BUILD) $(NVCC_DEPFLAGS) $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
+	$(cuda_checks)
+	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
 
-$(CUDA_DIR)/cudnn_att.o: llmc/cudnn_att.cpp $(CUDA_DIR)/cudnn.flags
-	$(call need,cuDNN,CUDNN,CUDNN_PATH)
-	$(if $(CUDNN_FRONTEND_INC),,$(error $(call missing,cuDNN front-end,CUDNN_FRONTEND,CUDNN_FRONTEND_PATH)))
-	$(CUDNN_COMPILE) $(NVCC_DEPFLAGS) -c $< -o $@
+$(BUILD)/cudnn/cudnn_att.o: llmc/cudnn_att.cpp $(BUILD)/cudnn/cudnn.flags
+	$(cuda_checks)
+	$(CUDNN_COMPILE) $(DEPFLAGS) -c $< -o $@
 
-# Each launcher against its CPU twin.
-GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu))
+# Each launcher against its CPU twin, and the whole model against PyTorch's numbers.
+GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu)) \
+    $(CUDA_DIR)/gpu/test_gpt2.o $(CUDA_DIR)/gpu/train_gpt2.o
 
-$(CUDA_DIR)/gpu/%.o: test/gpu/%.cu $(CUDA_DIR)/trainer.flags
-	$(call need,GoogleTest,GTEST,GTEST_PATH)
-	@mkdir -p $(@D)
-	$(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(NVCC_DEPFLAGS) -c $< -o $@
+define gpu_test_object
+$(1): $(2) $(CUDA_DIR)/gpu.flags
+	$$(cuda_checks)
+	$$(call need,GoogleTest,GTEST,GTEST_PATH)
+	$$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	@mkdir -p $$(@D)
+	$$(GPU_TEST_COMPILE) $$(DEPFLAGS) -DLLMC_NO_MAIN -x cu -c $$< -o $$@
+endef
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/%.o,test/gpu/%.cu))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/test_gpt2.o,test/unit/test_gpt2.cpp))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu))
 
 $(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDNN_OBJECT)
-	$(NVCC) $^ -o $@ $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(CUDA_LIBS)
+	$(NVCC) $^ -o $@ $(GPU_TEST_LIBS) $(CUDA_LIBS)
 
--include $(CUDA_DIR)/train_gpt2cu.d $(CUDA_DIR)/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
+-include $(CUDA_DIR)/train_gpt2cu.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
 else
 $(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/gpu_tests: FORCE
 	@echo "error: $(if $(CUDA_CODE),$(call missing,nvcc,NVCC,CUDA_HOME),the CUDA kernels are not part of this version yet; make train_gpt2cpu builds the CPU one)" >&2; exit 1

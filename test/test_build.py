@@ -78,7 +78,8 @@ def test_half_a_library_is_not_found(lost: str, tmp_path: Path) -> None:
 
 
 def test_nvcc_is_found_under_cuda_home(tmp_path: Path) -> None:
-    assert report_line("nvcc", f"CUDA_HOME={tmp_path}").startswith("✗ nvcc: not found in CUDA_HOME=")
+    line = report_line("nvcc", f"CUDA_HOME={tmp_path}")
+    assert line.startswith(f"✗ nvcc: not found in CUDA_HOME={tmp_path}; to get it: ")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     assert report_line("nvcc", f"CUDA_HOME={tmp_path}") == f"✓ nvcc ({tmp_path}/bin/nvcc)"
@@ -125,6 +126,42 @@ def test_each_choice_of_variables_has_its_own_folder() -> None:
     assert len(set(folders)) == len(choices)
 
 
+def run_setup(commands: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """dev/setup.sh with the programs in `commands` in place of the system's."""
+    env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+    return subprocess.run(
+        [str(REPO_ROOT / "dev" / "setup.sh"), *arguments],
+        env=env, capture_output=True, text=True, timeout=60,
+    )
+
+
+def test_setup_installs_optional_packages_only_where_they_exist(tmp_path: Path) -> None:
+    # apt-get and apt-cache of a machine that has one of two packages.
+    calls = tmp_path / "calls"
+    for name, body in {
+        "apt-get": f'echo "$@" >>{calls}',
+        "apt-cache": '[ "$2" = not-here ] || echo Package: "$2"',
+        "id": "echo 0",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    result = run_setup(tmp_path, "needed", "--optional=not-here", "--optional=extra")
+    assert result.returncode == 0, result.stderr
+    assert "no package not-here" in result.stdout
+    update, install = calls.read_text().splitlines()
+    assert update.startswith("update") and install.endswith(" needed extra")
+
+
+def test_setup_without_root_prints_the_line_to_run(tmp_path: Path) -> None:
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    result = run_setup(tmp_path, "libopenblas-dev", "--optional=libgloo-dev")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "sudo apt-get install libopenblas-dev libgloo-dev"
+
+
 def test_help_names_every_variable_and_target() -> None:
     output = make("help").stdout
     text = (REPO_ROOT / "Makefile").read_text()
@@ -137,14 +174,10 @@ def test_help_names_every_variable_and_target() -> None:
 # ---------------------------------------------------------------------------------- test runner
 
 
-def run_tests(tmp_path: Path, source: str, skips: str = "") -> subprocess.CompletedProcess:
-    """dev/run_tests.py over one Python test file."""
-    (tmp_path / "skips.txt").write_text(skips)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_x.py").write_text("import pytest\n" + source)
+def run_tests(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, RUN_TESTS, "--skips", "skips.txt", "--out", "out", "--pytest", "test_x.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [sys.executable, str(RUN_TESTS), "--skips", "skips.txt", "--out", "out", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=120,
     )
 
 
@@ -171,7 +204,10 @@ SKIPS = "@pytest.mark.parametrize('n', [7])\ndef test_skips(n): pytest.skip('why
 def test_the_summary_counts_and_the_status_follows(
     source: str, skips: str, status: int, summary: str, tmp_path: Path
 ) -> None:
-    result = run_tests(tmp_path, source, skips)
+    (tmp_path / "skips.txt").write_text(skips)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_x.py").write_text("import pytest\n" + source)
+    result = run_tests(tmp_path, "--pytest", "test_x.py")
     assert result.stdout.splitlines()[-1] == summary, result.stdout
     assert result.returncode == status, result.stdout
 
@@ -181,10 +217,7 @@ def test_a_unit_test_program_that_crashes_is_a_failure(tmp_path: Path) -> None:
     program = tmp_path / "unit_tests"
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     program.chmod(0o755)
-    result = subprocess.run(
-        [sys.executable, RUN_TESTS, "--skips", "skips.txt", "--out", "out", "--unit", f"x={program}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )
+    result = run_tests(tmp_path, "--unit", f"x={program}")
     assert result.returncode == 1
     assert "FAILED x ended with status -11" in result.stdout
     assert result.stdout.splitlines()[-1] == "0 passed, 1 failed"
