@@ -27,6 +27,7 @@
 #include "llmc/run_info.h"
 #include "llmc/sampler.h"
 #include "llmc/schedulers.h"
+#include "llmc/step_timer.h"
 #include "llmc/stop_signal.h"
 #include "llmc/tokenizer.h"
 #include "llmc/zero.cuh"
@@ -302,11 +303,14 @@ struct Run {
     std::unique_ptr<CheckpointState> checkpoint;  // to resume from
 
     GPT2 model;
+    std::unique_ptr<InputPipeline> pipeline;
     StepUpload step_upload;    // a training step's tokens in device memory
     BatchUpload batch_upload;  // one micro-batch for evaluation
     double* val_losses = nullptr;
     Logger log;
 
+    // An error may come while the streams still work on what is about to go.
+    ~Run() { gpt2_free(&model); }
     bool is_main() const { return multi_gpu.process_rank == 0; }
     int val_batches() const {
         return static_cast<int>(std::min<uint64_t>(
@@ -351,6 +355,7 @@ ModelConfig choose_model(Run& run) {
 void find_checkpoint(Run& run) {
     const Options& options = run.options;
     if (options.output_dir.empty()) return;
+    check_output_folder(options.output_dir);
     const std::vector<int> steps = complete_checkpoints(options.output_dir);
     if (!options.resume) {
         if (steps.empty()) return;
@@ -378,11 +383,13 @@ void open_data(Run& run) {
         expand_pattern(options.train_data, "-i"), options.seq_len, config.vocab_size, options.seed,
         !options.overfit_single_batch, "-i " + options.train_data, run.is_main());
     run.train_data->require_batch(options.batch_size);
+    run.train_data->check_tokens();
     if (options.val_every > 0) {
         run.val_data = std::make_unique<TokenDataset>(
             expand_pattern(options.val_data, "-j"), options.seq_len, config.vocab_size,
             options.seed, false, "-j " + options.val_data, run.is_main());
         run.val_data->require_batch(options.batch_size);
+        run.val_data->check_tokens();
     }
     if (options.hellaswag) {
         if (!is_file(kHellaswagFile)) {
@@ -415,9 +422,11 @@ void describe_model(GPT2* model, const Run& run, int batch, int recompute) {
     model->recompute = recompute;
     model->use_master = options.master_weights;
     model->weight_decay = static_cast<float>(options.weight_decay);
-    model->plan =
-        make_reduction_plan(static_cast<int>(run.batch.micro_batches), run.multi_gpu.num_processes,
-                            options.reduction_width, model->layout);
+    const int64_t micro_batches = options.total_batch == -1
+                                      ? run.batch.micro_batches
+                                      : run.batch.total_tokens / (int64_t{batch} * options.seq_len);
+    model->plan = make_reduction_plan(static_cast<int>(micro_batches), run.multi_gpu.num_processes,
+                                      options.reduction_width, model->layout);
     model->rules.skip_loss_z = options.skip_loss_z;
     model->rules.skip_norm_z = options.skip_norm_z;
     model->adamw.beta1 = model->rules.beta1;
@@ -425,14 +434,14 @@ void describe_model(GPT2* model, const Run& run, int batch, int recompute) {
     model->adamw.seed = options.seed;
 }
 
-void plan_memory(Run& run) {
-    describe_model(&run.model, run, run.options.batch_size, run.options.recompute);
-    gpt2_plan_memory(&run.model, run.multi_gpu);
-    MemoryPlan& memory = run.model.memory;
-    run.step_upload.plan(&memory, run.model.plan.micro_per_rank(), run.options.batch_size,
-                         run.options.seq_len);
-    run.batch_upload.plan(&memory, run.options.batch_size, run.options.seq_len);
-    if (run.val_data) memory.add("inputs", "evaluation", &run.val_losses, run.val_batches());
+// Everything that the run allocates, for `batch` sequences and level `recompute`.
+void plan_memory(const Run& run, int batch, int recompute, GPT2* model, StepUpload* step_upload,
+                 BatchUpload* batch_upload, double** val_losses) {
+    describe_model(model, run, batch, recompute);
+    gpt2_plan_memory(model, run.multi_gpu);
+    step_upload->plan(&model->memory, model->plan.micro_per_rank(), batch, run.options.seq_len);
+    batch_upload->plan(&model->memory, batch, run.options.seq_len);
+    if (run.val_data) model->memory.add("inputs", "evaluation", val_losses, run.val_batches());
 }
 
 // Throws Error with the nearest setting that fits when the plan does not fit into memory.
@@ -441,13 +450,17 @@ void check_memory(const Run& run) {
     if (needed <= available) return;
     const auto bytes_with = [&](int batch, int recompute) {
         GPT2 other;
-        describe_model(&other, run, batch, recompute);
-        gpt2_plan_memory(&other, run.multi_gpu);
+        StepUpload step_upload;
+        BatchUpload batch_upload;
+        double* val_losses;
+        plan_memory(run, batch, recompute, &other, &step_upload, &batch_upload, &val_losses);
         return other.memory.total_bytes();
     };
     std::string remedy = "no -b fits: use a smaller model, a shorter -t, or more memory";
     for (int batch = run.options.batch_size; batch >= 1; batch /= 2) {
         const int recompute = batch == run.options.batch_size ? 2 : run.options.recompute;
+        const int64_t unit = int64_t{batch} * run.options.seq_len * run.multi_gpu.num_processes;
+        if (run.batch.total_tokens % unit != 0) continue;
         if (bytes_with(batch, recompute) > available) continue;
         remedy = format("-b %d -r %d would fit", batch, recompute);
         break;
@@ -518,12 +531,17 @@ void set_up(Run& run) {
     const std::string zero_note =
         set_zero_configs(&run.multi_gpu, options.zero_stage, ParamLayout(run.model.config));
     if (!zero_note.empty()) print0(run, "%s\n", zero_note.c_str());
+    if (options.gelu_fusion > 0) {
+        print0(run, "-ge %d: this version computes GELU apart from the matrix product, as -ge 0\n",
+               options.gelu_fusion);
+    }
     open_data(run);
     require_device();
     run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
                     options.warmup_steps, run.num_steps,
                     static_cast<float>(options.final_lr_fraction)};
-    plan_memory(run);
+    plan_memory(run, options.batch_size, options.recompute, &run.model, &run.step_upload,
+                &run.batch_upload, &run.val_losses);
     if (run.checkpoint) {
         const StateHeader mine = make_state_header(run.model, options, run.batch.total_tokens,
                                                    run.train_data->data_hash());
@@ -540,6 +558,7 @@ void set_up(Run& run) {
 void start(Run& run) {
     const Options& options = run.options;
     GPT2* model = &run.model;
+    matmul_allow_tf32(options.tf32);
     gpt2_allocate(model, run.multi_gpu);
     run.step_upload.open();
     run.batch_upload.open();
@@ -552,6 +571,7 @@ void start(Run& run) {
     } else {
         gpt2_load_weights(model, options.model, run.multi_gpu);
     }
+    cuda_check(cudaDeviceSynchronize());
     if (options.output_dir.empty() || !run.is_main()) return;
     make_output_folder(options.output_dir);
     run.log = run.checkpoint ? Logger(options.output_dir, 0, run.first_step)
@@ -690,9 +710,9 @@ void save(Run& run, int step) {
     }
 }
 
-void train_step(Run& run, InputPipeline& pipeline, int step) {
+void train_step(Run& run, int step) {
     GPT2* model = &run.model;
-    const PreparedStep& prepared = pipeline.acquire(step);
+    const PreparedStep& prepared = run.pipeline->acquire(step);
     const DeviceStep inputs =
         run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
     for (int local = 0; local < model->plan.micro_per_rank(); ++local) {
@@ -702,40 +722,7 @@ void train_step(Run& run, InputPipeline& pipeline, int step) {
     }
     gpt2_update(model, inputs.step_inputs);
     multi_gpu_wait_for(model->decided, &run.multi_gpu);
-    pipeline.release();
-}
-
-// Speed of the steps so far, smoothed, the first one left out.
-class StepTimer {
-  public:
-    // Milliseconds since the last call.
-    double lap() {
-        const auto now = std::chrono::steady_clock::now();
-        const double ms = std::chrono::duration<double, std::milli>(now - last_).count();
-        last_ = now;
-        return ms;
-    }
-    void restart() { last_ = std::chrono::steady_clock::now(); }
-    void add(double ms) {
-        count_ += 1;
-        if (count_ == 1) first_ = ms;
-        if (count_ == 1) return;
-        weight_ = 0.95 * weight_ + 0.05;
-        sum_ = 0.95 * sum_ + 0.05 * ms;
-    }
-    double smoothed_ms() const { return weight_ > 0.0 ? sum_ / weight_ : first_; }
-
-  private:
-    std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-    int count_ = 0;
-    double first_ = 0.0, sum_ = 0.0, weight_ = 0.0;
-};
-
-std::string duration_text(double seconds) {
-    const long s = static_cast<long>(seconds + 0.5);
-    if (s < 60) return format("%lds", s);
-    if (s < 3600) return format("%ldm%02lds", s / 60, s % 60);
-    return format("%ldh%02ldm", s / 3600, s / 60 % 60);
+    run.pipeline->release();
 }
 
 std::string z_text(double z, double rule) {
@@ -797,7 +784,8 @@ int stop_early(Run& run, int step) {
         return 128 + stop_requested();
     }
     if (step > run.first_step) save(run, step);
-    print0(run, "%s: stopped after %d steps; -y 1 goes on from here\n", name, step);
+    const char* next = step > 0 ? "-y 1 goes on from here" : "nothing to save yet";
+    print0(run, "%s: stopped after %d steps; %s\n", name, step, next);
     return 0;
 }
 
@@ -811,7 +799,8 @@ int train(Run& run) {
     input.first_step = run.first_step;
     input.end_step = run.num_steps;
     input.single_batch = options.overfit_single_batch;
-    InputPipeline pipeline(*run.train_data, input, [&](int step) { return run.schedule.at(step); });
+    run.pipeline = std::make_unique<InputPipeline>(*run.train_data, input,
+                                                   [&](int step) { return run.schedule.at(step); });
 
     StepTimer timer;
     for (int step = run.first_step;; ++step) {
@@ -823,7 +812,7 @@ int train(Run& run) {
         if (save_due) save(run, step);
         if (last) break;
         timer.restart();
-        train_step(run, pipeline, step);
+        train_step(run, step);
         const double ms = timer.lap();
         timer.add(ms);
         report_step(run, step, ms, timer);
@@ -849,7 +838,6 @@ int run_program(int argc, char** argv) {
     install_stop_signals();
     start(run);
     const int status = train(run);
-    gpt2_free(&run.model);
     multi_gpu_config_free(&run.multi_gpu);
     return status;
 }
@@ -868,7 +856,9 @@ int main(int argc, char** argv) {
 #ifdef LLMC_CPU
         llmc::cpu::select_openblas_core(argv);
 #endif
-        return llmc::run_program(argc, argv);
+        const int status = llmc::run_program(argc, argv);
+        if (std::fflush(stdout) != 0) throw llmc::Error("standard output: cannot be written");
+        return status;
     } catch (const std::exception& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "%s: %s\n", llmc::kProgramName, error.what());

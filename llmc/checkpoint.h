@@ -93,19 +93,33 @@ inline std::vector<int> complete_checkpoints(const std::string& folder) {
     return steps;
 }
 
-// Makes the folder if its parent is there. Error when it is not a folder one can write in.
+// Error unless the folder is one that can be written in, or can be made.
+inline void check_output_folder(const std::string& folder) {
+    struct stat info;
+    if (::stat(folder.c_str(), &info) == 0) {
+        if (!S_ISDIR(info.st_mode)) throw Error(format("-o %s: not a folder", folder.c_str()));
+        if (::access(folder.c_str(), W_OK | X_OK) != 0) {
+            throw Error(format("-o %s: no permission to write in it", folder.c_str()));
+        }
+        return;
+    }
+    std::string parent = folder;
+    while (parent.size() > 1 && parent.back() == '/') parent.pop_back();
+    const size_t slash = parent.rfind('/');
+    parent = slash == std::string::npos ? "." : parent.substr(0, std::max<size_t>(slash, 1));
+    if (errno != ENOENT || ::access(parent.c_str(), W_OK | X_OK) != 0) {
+        throw Error(
+            format("-o %s: cannot make the folder: %s", folder.c_str(), std::strerror(errno)));
+    }
+}
+
+// Makes the folder if it is not there. Error as check_output_folder's.
 inline void make_output_folder(const std::string& folder) {
     if (::mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST) {
         throw Error(
             format("-o %s: cannot make the folder: %s", folder.c_str(), std::strerror(errno)));
     }
-    struct stat info;
-    if (::stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-        throw Error(format("-o %s: not a folder", folder.c_str()));
-    }
-    if (::access(folder.c_str(), W_OK | X_OK) != 0) {
-        throw Error(format("-o %s: no permission to write in it", folder.c_str()));
-    }
+    check_output_folder(folder);
 }
 
 // Writes one state file whole or not at all. `array(which, id, layer)` returns host memory with this

@@ -82,6 +82,24 @@ class TokenDataset {
             static_cast<unsigned long long>(num_windows())));
     }
 
+    // Looks for tokens outside the vocabulary before training starts: everywhere when the files are
+    // small together (kScanTokens), else at the beginning and the end of each. What is not looked at
+    // here is looked at when it is read. Error as read_window's.
+    void check_tokens() const {
+        constexpr uint64_t kScanTokens = uint64_t{1} << 28, kEnds = uint64_t{1} << 20;
+        uint64_t all = 0;
+        for (size_t file = 0; file < files_.size(); ++file) all += files_.tokens(file);
+        for (size_t file = 0; file < files_.size(); ++file) {
+            const uint64_t tokens = files_.tokens(file);
+            if (all <= kScanTokens || tokens <= 2 * kEnds) {
+                check_range(file, 0, tokens);
+            } else {
+                check_range(file, 0, kEnds);
+                check_range(file, tokens - kEnds, tokens);
+            }
+        }
+    }
+
     // The window in row 0 of micro-batch j of a step with M micro-batches of B rows.
     static uint64_t micro_batch(uint64_t step, int j, int M, int B) {
         return (step * static_cast<uint64_t>(M) + static_cast<uint64_t>(j)) *
@@ -200,14 +218,31 @@ class TokenDataset {
     void read_checked(const Window& window, uint16_t* tokens) const {
         const uint64_t first = window.index * T_;
         files_.read(window.file, first, T_ + 1, tokens);
-        for (uint64_t i = 0; i <= T_; ++i) {
-            if (tokens[i] < vocab_size_) continue;
-            throw Error(
-                format("%s: token %d at position %llu is not in the model's vocabulary of "
-                       "%d (0 to %d)",
-                       files_.path(window.file).c_str(), static_cast<int>(tokens[i]),
-                       static_cast<unsigned long long>(first + i), vocab_size_, vocab_size_ - 1));
+        check_vocabulary(window.file, first, tokens, T_ + 1);
+    }
+
+    void check_range(size_t file, uint64_t begin, uint64_t end) const {
+        constexpr uint64_t kBlock = uint64_t{1} << 20;
+        std::vector<uint16_t> tokens(std::min(kBlock, end - begin));
+        for (uint64_t first = begin; first < end; first += kBlock) {
+            const uint64_t count = std::min(kBlock, end - first);
+            files_.read(file, first, count, tokens.data());
+            check_vocabulary(file, first, tokens.data(), count);
         }
+    }
+
+    void check_vocabulary(size_t file, uint64_t first, const uint16_t* tokens,
+                          uint64_t count) const {
+        uint16_t largest = 0;
+        for (uint64_t i = 0; i < count; ++i) largest = std::max(largest, tokens[i]);
+        if (largest < vocab_size_) return;
+        const uint16_t* wrong =
+            std::find_if(tokens, tokens + count, [this](uint16_t t) { return t >= vocab_size_; });
+        throw Error(
+            format("%s: token %d at position %llu is not in the model's vocabulary of %d (0 to %d)",
+                   files_.path(file).c_str(), static_cast<int>(*wrong),
+                   static_cast<unsigned long long>(first + static_cast<uint64_t>(wrong - tokens)),
+                   vocab_size_, vocab_size_ - 1));
     }
 
     void split(const std::vector<uint16_t>& tokens, size_t row, int* inputs, int* targets) const {

@@ -83,7 +83,12 @@ inline size_t available_memory() {
     }
     rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-        const uint64_t used = detail::kilobytes_in("/proc/self/status", "VmSize:");
+        // Each thread that multiplies maps a buffer of OpenBLAS, which waits for ever when it cannot
+        // have it; each thread of the pool, the streams and the loader maps a heap of its own.
+        constexpr uint64_t kBlasBuffer = uint64_t{128} << 20, kHeap = uint64_t{64} << 20;
+        const uint64_t cores = cpu::usable_cores();
+        const uint64_t threads = cores * kBlasBuffer + (cores + 6) * kHeap;
+        const uint64_t used = detail::kilobytes_in("/proc/self/status", "VmSize:") + threads;
         available =
             std::min<uint64_t>(available, limit.rlim_cur > used ? limit.rlim_cur - used : 0);
     }
@@ -211,8 +216,12 @@ inline void require_device() {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
+        int driver = 0;  // stays 0 where there is none, which `status` would call too old
+        cudaDriverGetVersion(&driver);
         throw Error(format("no GPU: %s; train_gpt2cpu (make train_gpt2cpu) runs without one",
-                           status != cudaSuccess ? cudaGetErrorString(status) : "none found"));
+                           driver == 0             ? "no NVIDIA driver was found"
+                           : status != cudaSuccess ? cudaGetErrorString(status)
+                                                   : "none was found"));
     }
     cuda_check(cudaSetDevice(0));
     const cudaDeviceProp& p = detail::device_properties();

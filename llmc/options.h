@@ -230,7 +230,7 @@ inline std::vector<Flag> numerics_flags() {
         on_off("-w", "master_weights", &O::master_weights, "1", "1: fp32 master weights"),
         whole("-ge", "gelu_fusion", &O::gelu_fusion, "-1", -1, 2,
               "GELU inside the matrix product; 0: no, 1: forward, 2: forward and backward, "
-              "-1: by GPU"),
+              "-1: by GPU. This version never does so, and says so for 1 and 2"),
         whole("-r", "recompute", &O::recompute, "1", 0, 2,
               "recompute in the backward pass to save memory; 0: nothing, 1: GELU, "
               "2: GELU and LayerNorm"),
@@ -672,6 +672,16 @@ inline ResolvedBatch resolve_batch(const Options& options, int num_processes) {
                            static_cast<long long>(unit), nearest.c_str()));
     }
     batch.micro_batches = batch.total_tokens / (b * t);
+    // Far more than anybody needs, and far from overflow in what is computed from it.
+    constexpr int64_t kMostMicroBatches = 1 << 20;
+    if (batch.micro_batches > kMostMicroBatches) {
+        throw Error(format(
+            "-d %lld: %lld micro-batches of B*T = %lld tokens in a step; must be at "
+            "most %lld, so -d at most %lld",
+            static_cast<long long>(batch.total_tokens), static_cast<long long>(batch.micro_batches),
+            static_cast<long long>(b * t), static_cast<long long>(kMostMicroBatches),
+            static_cast<long long>(kMostMicroBatches / n * n * b * t)));
+    }
     batch.micro_batches_per_rank = batch.micro_batches / n;
     batch.width = 1;
     while (2 * batch.width <= options.reduction_width &&

@@ -81,12 +81,12 @@ class Result:
 
     @property
     def hashes(self) -> list[str]:
-        """The hash of all weights after each step, as --hash prints them."""
+        """Hashes of all weights, as --hash prints one at the end."""
         return re.findall(r"\bhash ([0-9a-f]{16})$", self.stdout, re.MULTILINE)
 
     @property
     def hash(self) -> str:
-        """The hash after the last step."""
+        """The hash at the end."""
         assert self.hashes, f"no hash printed\n{self}"
         return self.hashes[-1]
 

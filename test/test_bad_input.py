@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,20 @@ def test_a_step_of_more_micro_batches_than_can_be(
 @pytest.mark.parametrize("model", ["custom:L1024C65536H1T32V256", "gpt3:c12288"])
 def test_a_model_that_does_not_fit_into_memory(fp32: Trainer, work: Workplace, model: str) -> None:
     refuse(fp32, work, work.args({"-e": model, "-o": work.out}), "MiB")
+
+
+def test_a_run_that_does_not_fit_names_what_would(fp32: Trainer, work: Workplace) -> None:
+    """Said before anything is allocated or written, with a -b that then does fit."""
+    args = {"-e": "custom:L2C64H2T256V50257", "-b": 64, "-t": 256, "-d": 64 * 256, "-o": work.out}
+    write_tokens(work.folder / "long.bin", make_tokens(20000, 50257))
+    args["-i"] = work.folder / "long.bin"
+    limited = ["prlimit", f"--as={1500 << 20}"]
+    result = fp32.run(work.args(args), prefix=limited)
+    assert_refused(result, "-b 64", "-t 256", "MiB", "would fit")
+    assert not work.out.exists()
+    batch, level = re.search(r"-b (\d+) -r (\d) would fit", result.stderr).groups()
+    args |= {"-b": int(batch), "-r": int(level), "-x": 1, "-d": int(batch) * 256}
+    assert fp32.run(work.args(args), prefix=limited).status == 0
 
 
 def test_sequence_longer_than_the_models(fp32: Trainer, work: Workplace) -> None:
