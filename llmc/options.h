@@ -675,12 +675,13 @@ inline ResolvedBatch resolve_batch(const Options& options, int num_processes) {
     // Far more than anybody needs, and far from overflow in what is computed from it.
     constexpr int64_t kMostMicroBatches = 1 << 20;
     if (batch.micro_batches > kMostMicroBatches) {
+        const int64_t most = kMostMicroBatches / n * n * b * t;
         throw Error(format(
             "-d %lld: %lld micro-batches of B*T = %lld tokens in a step; must be at "
-            "most %lld, so -d at most %lld",
+            "most %lld%s",
             static_cast<long long>(batch.total_tokens), static_cast<long long>(batch.micro_batches),
             static_cast<long long>(b * t), static_cast<long long>(kMostMicroBatches),
-            static_cast<long long>(kMostMicroBatches / n * n * b * t)));
+            most > 0 ? (", so -d at most " + std::to_string(most)).c_str() : ""));
     }
     batch.micro_batches_per_rank = batch.micro_batches / n;
     batch.width = 1;

@@ -347,5 +347,49 @@ TEST(SortPositionsByToken, RefusesTokensOutsideTheVocabulary) {
         {"token -1"});
 }
 
+// llm.c#736: a token that the model does not have is found before training, wherever it is.
+TEST(TokenDataset, CheckTokensFindsTheOutlierBeforeItIsRead) {
+    test::TemporaryFolder folder;
+    for (const size_t place : {size_t{0}, size_t{1500}, size_t{3000}}) {
+        std::vector<uint16_t> tokens(3001, 7);
+        test::write_tokens(folder.file("good.bin"), tokens);
+        tokens[place] = 100;
+        test::write_tokens(folder.file("bad.bin"), tokens);
+        const std::vector<std::string> files = {folder.file("good.bin"), folder.file("bad.bin")};
+        EXPECT_NO_THROW(TokenDataset(files, 16, 101, 1, true).check_tokens());
+        try {
+            TokenDataset(files, 16, 100, 1, true).check_tokens();
+            FAIL() << "token 100 in a vocabulary of 100";
+        } catch (const Error& error) {
+            EXPECT_NE(std::string(error.what())
+                          .find("bad.bin: token 100 at position " + std::to_string(place)),
+                      std::string::npos)
+                << error.what();
+        }
+    }
+}
+
+// Of a data set too large to be read whole at start, the ends of each file are looked at.
+TEST(TokenDataset, CheckTokensOfALargeSetLooksAtBothEnds) {
+    test::TemporaryFolder folder;
+    const int32_t count = (1 << 28) + 1;  // zeros, as a file with holes
+    const std::string path = folder.file("large.bin");
+    test::write_file(path, test::header_bytes({20240520, 1, count}));
+    std::filesystem::resize_file(path, 1024 + 2 * static_cast<uint64_t>(count));
+    EXPECT_NO_THROW(TokenDataset({path}, 16, 100, 1, true).check_tokens());
+    for (const uint64_t place : {uint64_t{0}, static_cast<uint64_t>(count) - 1}) {
+        std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+        const uint16_t bad = 200, good = 0;
+        const auto write = [&](uint16_t token) {
+            file.seekp(static_cast<std::streamoff>(1024 + 2 * place));
+            file.write(reinterpret_cast<const char*>(&token), sizeof(token));
+            file.flush();
+        };
+        write(bad);
+        EXPECT_THROW(TokenDataset({path}, 16, 100, 1, true).check_tokens(), Error) << place;
+        write(good);
+    }
+}
+
 }  // namespace
 }  // namespace llmc

@@ -480,10 +480,19 @@ TEST(ResolveBatch, LargestValuesDoNotOverflow) {
               }),
               "-b 2147483647 -t 2147483647: a micro-batch has at most 2147483647 tokens; -b must "
               "be at most 1");
-    EXPECT_EQ(resolve({"-b", "2147483647", "-t", "1"}, 2147483647).total_tokens,
-              int64_t{2147483647} * 2147483647);
-    const auto batch = resolve({"-b", "1", "-t", "1", "-d", "1099511627776"}, 1);
-    EXPECT_EQ(batch.micro_batches, int64_t{1} << 40);
+    // As many micro-batches as there are processes are too many as well.
+    EXPECT_EQ(message([] {
+                  resolve({"-b", "2147483647", "-t", "1"}, 2147483647);
+              }),
+              "-d 4611686014132420609: 2147483647 micro-batches of B*T = 2147483647 tokens in a "
+              "step; must be at most 1048576");
+    EXPECT_EQ(message([] {
+                  resolve({"-b", "1", "-t", "1", "-d", "1099511627776"}, 1);
+              }),
+              "-d 1099511627776: 1099511627776 micro-batches of B*T = 1 tokens in a step; must be "
+              "at most 1048576, so -d at most 1048576");
+    const auto batch = resolve({"-b", "1048576", "-t", "1", "-d", "1099511627776"}, 1);
+    EXPECT_EQ(batch.micro_batches, int64_t{1} << 20);
     EXPECT_EQ(batch.width, 8);
 }
 
