@@ -46,11 +46,11 @@ CUDA_MULTI_LIBS += $(call nvcc_lib,OPENMPI) -lmpi
 endif
 
 # The cuDNN front-end takes more than half a minute to compile: an object of its own, which depends
-# on nothing that the rest is built with. It opens the driver at run time, so that the program starts
-# without one, and compiles kernels with nvrtc.
+# on nothing that the rest is built with. It opens cuDNN and the driver at run time, so that the
+# program starts without them; where cuDNN is must be known then.
 ifneq ($(WITH_CUDNN),)
 CUDNN_OBJECT := $(BUILD)/cudnn/cudnn_att.o
-CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN) -lcudnn -lnvrtc
+CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN)
 endif
 CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
     $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB

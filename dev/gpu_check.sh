@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# All that can only be checked on a machine with a GPU, and a summary at the end.
+#   dev/gpu_check.sh [PART ...]      parts: build test sanitize; without any, all of them
+#
+# build     trainer and GPU tests in FP32, BF16 and BF16 with FP32 gradients
+# test      the GPU tests
+# sanitize  compute-sanitizer's memcheck and racecheck over two steps of a small model, with our own
+#           kernels in FP32 and BF16; memcheck with cuDNN, too
+#
+#   CARRY   folder made by dev/gpu_carry.sh, where packages cannot be installed
+#   LOGS    folder for what the parts print (default build/gpu_check)
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+LOGS=${LOGS:-build/gpu_check}
+mkdir -p "$LOGS"
+parts=("$@")
+[ $# -gt 0 ] || parts=(build test sanitize)
+summary=()
+failed=0
+
+variables=()
+if [ -n "${CARRY:-}" ]; then
+    carry=$(realpath "$CARRY")
+    variables+=("GTEST_PATH=$carry" "OPENBLAS_PATH=$carry" "CUDNN_FRONTEND_PATH=$carry")
+fi
+
+# cuDNN may be there as a Python package alone, which has no libcudnn.so to link with.
+use_cudnn_of_python() {
+    local found links=$PWD/build/cudnn-of-python library
+    found=$(python3 -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null) || return
+    rm -rf "$links"
+    mkdir -p "$links/lib"
+    ln -s "$found/include" "$links/include"
+    for library in "$found"/lib/*.so.*; do
+        ln -s "$library" "$links/lib/"
+    done
+    ln -s libcudnn.so.9 "$links/lib/libcudnn.so"
+    variables+=("CUDNN_PATH=$links")
+}
+make check-deps "${variables[@]}" | grep -q '✓ cuDNN (' || use_cudnn_of_python
+# Debian's and Ubuntu's OpenBLAS takes recent processors for very old ones.
+if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -q avx512f /proc/cpuinfo; then
+    export OPENBLAS_CORETYPE=SKYLAKEX
+fi
+
+# The folder of a build, given its make variables.
+folder() {
+    make -n -B REPORT=0 "${variables[@]}" "$@" gpu_tests 2>/dev/null |
+        sed -n 's|.* -o \(build/[^ ]*\)/gpu_tests .*|\1|p' | tail -n 1
+}
+
+# step NAME COMMAND ...: runs a command into its log; its time, and how it ended, for the summary.
+step() {
+    local name=$1 start=$SECONDS status=0 line
+    shift
+    echo "== $name: $*"
+    "$@" >"$LOGS/${name// /-}.log" 2>&1 || status=$?
+    line=$(printf '%-34s %4d s  ' "$name" $((SECONDS - start)))
+    if [ $status = 0 ]; then
+        summary+=("$line ok")
+    else
+        summary+=("$line FAILED ($status), $LOGS/${name// /-}.log")
+        failed=1
+        tail -n 40 "$LOGS/${name// /-}.log"
+    fi
+    return "$status"
+}
+
+build() { make -j"$(nproc)" REPORT=0 "${variables[@]}" "$@"; }
+
+build_rest() {
+    local status=0 job jobs=()
+    build PRECISION=FP32 "$fp32/train_gpt2cu" "$fp32/gpu_tests" &
+    jobs+=($!)
+    build PRECISION=BF16 USE_CUDNN=0 "$own/train_gpt2cu" &
+    jobs+=($!)
+    build PRECISION=BF16 GRAD_PRECISION=FP32 "$wide/gpu_tests" &
+    jobs+=($!)
+    for job in "${jobs[@]}"; do wait "$job" || status=1; done
+    return "$status"
+}
+
+sanitize() {
+    local tool=$1 program=$2
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" -i "$LOGS/tokens.bin" \
+        -e custom:L2C64H2T64 -b 2 -t 64 -x 2 -v 0 -s 0
+}
+
+fp32=$(folder PRECISION=FP32 USE_CUDNN=)
+bf16=$(folder PRECISION=BF16)
+own=$(folder PRECISION=BF16 USE_CUDNN=0)
+wide=$(folder PRECISION=BF16 GRAD_PRECISION=FP32)
+nvidia-smi -L
+make check-deps "${variables[@]}"
+for part in "${parts[@]}"; do
+    case $part in
+        build)
+            # First what the others share: the object with the cuDNN front-end.
+            step "build bf16" build PRECISION=BF16 train_gpt2cu gpu_tests &&
+                step "build fp32, own, wide" build_rest
+            ;;
+        test)
+            for place in "$fp32" "$bf16" "$wide"; do
+                name=$(basename "$place")
+                step "test $name" python3 dev/run_tests.py --skips test/skips.txt --out "$LOGS" \
+                    --unit "$name=$place/gpu_tests"
+                summary+=("    $(tail -n 1 "$LOGS/test-$name.log")")
+            done
+            ;;
+        sanitize)
+            python3 dev/bench/random_tokens.py "$LOGS/tokens.bin" 100000
+            for place in "$fp32" "$own"; do
+                step "memcheck $(basename "$place")" sanitize memcheck "$place/train_gpt2cu"
+                step "racecheck $(basename "$place")" sanitize racecheck "$place/train_gpt2cu"
+            done
+            [ "$bf16" = "$own" ] ||
+                step "memcheck $(basename "$bf16")" sanitize memcheck "$bf16/train_gpt2cu"
+            ;;
+        *)
+            echo "error: $part: must be build, test or sanitize" >&2
+            exit 1
+            ;;
+    esac
+done
+echo
+printf '%s\n' "${summary[@]}"
+exit $failed
