@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -237,7 +238,7 @@ def make_figure(logs: list[Log], span: int | None, title: str | None) -> Figure:
     axes[-1].set_xlabel("step", color=INK)
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes[0].set_title(
-        title or (make_title(logs[0]) if len(logs) == 1 else "Training runs"),
+        textwrap.fill(title or (make_title(logs[0]) if len(logs) == 1 else "Training runs"), 72),
         loc="left",
         color=INK,
         fontsize=13,
