@@ -26,8 +26,10 @@ for argument in "$@"; do
         *) packages+=("$argument") ;;
     esac
 done
-command -v "${CXX:-g++}" >/dev/null || packages+=(g++)
-command -v make >/dev/null || packages+=(make)
+if ! command -v make >/dev/null || ! command -v "${CXX:-g++}" >/dev/null; then
+    # Without them the Makefile could not look for libraries: name those too, to ask only once.
+    packages+=(g++ make libopenblas-dev libgtest-dev)
+fi
 command -v git >/dev/null || packages+=(git)
 can_make_venv python3 || can_make_venv /usr/bin/python3 || packages+=(python3-venv)
 
@@ -38,6 +40,11 @@ apt_install() {
 
 known() { apt-cache show "$1" 2>/dev/null | grep -q .; }
 
+# All that is missing, each once, on one line.
+names() {
+    printf '%s\n' "${packages[@]}" "${optional[@]}" | awk 'NF && !seen[$0]++' | paste -sd' '
+}
+
 update_lists() {
     echo "setup: apt-get update"
     apt-get update -qq -o DPkg::Lock::Timeout=300 </dev/null >"$log" 2>&1 ||
@@ -46,10 +53,10 @@ update_lists() {
 
 install_packages() {
     if ! command -v apt-get >/dev/null; then
-        fail "no apt-get here: install by hand what Debian calls ${packages[*]} ${optional[*]}"
+        fail "no apt-get here: install by hand what Debian calls $(names)"
     elif [ "$(id -u)" != 0 ]; then
         echo "error: packages are missing; install them with this line and start again:" >&2
-        echo "sudo apt-get install ${packages[*]} ${optional[*]}" >&2
+        echo "sudo apt-get install $(names)" >&2
         exit 1
     fi
     log=$(mktemp)
