@@ -1,0 +1,848 @@
+// Causal attention, forward and backward, without a (T,T) matrix in memory (Dao 2023,
+// FlashAttention-2); cuDNN does it instead where it was built in and can.
+//
+// A block owns some rows of one head and streams the other side past them, tile by tile, through two
+// stages of shared memory: forward and the gradient of q own queries and stream keys and values, the
+// gradient of k and v owns keys and values and streams queries and dout. Each warp works on its own
+// rows alone, and a row's sums are added up by one warp in the order of the tiles: no atomics, and
+// bits that depend on the shape alone. The price is 7 products instead of 5 in the backward pass.
+//
+// Bound by products: 2 T^2 HS FLOP a head forward (4, halved by the mask) and 7 T^2 HS backward;
+// memory traffic is a hundredth of that time at T 1024. In bf16 they run on the tensor cores through
+// mma.sync, whose own limit is shared memory's bandwidth: a warp reads 256 bytes of a tile for every
+// 16 x 8 x 16 product, 128 where it owns 32 rows (forward, HS <= 64). In fp32 they are plain FMAs.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstddef>
+#include <type_traits>
+
+#include "llmc/cuda_common.h"
+#include "llmc/cuda_utils.cuh"
+#include "llmc/mma.cuh"
+#include "llmc/precision.h"
+
+#ifdef LLMC_CUDNN
+#include "llmc/cudnn_att.h"
+#endif
+
+namespace llmc {
+
+namespace attention_detail {
+
+// Of one launch; the same for every block.
+struct HeadShape {
+    int T, NH, HS;
+    float scale;  // 1 / sqrt(HS)
+
+    __host__ __device__ size_t channels() const { return static_cast<size_t>(NH) * HS; }
+    // Places of one head's first element, in (B,T,C), in (B,T,3,NH,HS) and in (B,NH,T).
+    __device__ size_t in_out(size_t head) const {
+        return head / NH * T * channels() + head % NH * HS;
+    }
+    __device__ size_t in_qkv(size_t head) const {
+        return head / NH * T * 3 * channels() + head % NH * HS;
+    }
+    __device__ size_t in_lse(size_t head) const { return head * T; }
+};
+
+enum class Pass { kForward, kBackward };
+
+// Sizes of tiles for heads padded to D elements of type T. Chosen so that a block stays below the 99
+// KiB that every GPU since sm_80 gives it, and a thread below 255 registers.
+template <class T, int D, bool kWideCopies, Pass kPass>
+struct Tiles {
+    static constexpr bool kWide = kWideCopies;
+    static constexpr int kRowBytes = D * static_cast<int>(sizeof(T));
+    static constexpr bool kBackward = kPass == Pass::kBackward;
+    static constexpr int kWarps = kRowBytes > (kBackward ? 256 : 512) ? 2 : 4;
+    static constexpr int kThreads = kWarpSize * kWarps;
+    // Rows that a warp owns, in sixteens.
+    static constexpr int kRowTiles = !kBackward && kRowBytes <= 128 ? 2 : 1;
+    static constexpr int kWarpRows = 16 * kRowTiles;
+    static constexpr int kRows = kWarps * kWarpRows;
+    // Rows of a streamed tile, which are columns of the scores.
+    static constexpr int kColumns = kRowBytes <= (kBackward ? 128 : 256)    ? 64
+                                    : kRowBytes <= 256                      ? 32
+                                    : kRowBytes <= (kBackward ? 512 : 1024) ? 16
+                                                                            : 8;
+    static constexpr int kBlocksPerProcessor = kRowBytes > 128 ? 1 : kBackward ? 3 : 2;
+    // 16 bytes more than a row has: then rows start in different banks.
+    static constexpr int kStride = D + 16 / static_cast<int>(sizeof(T));
+    static constexpr int kOwned = kRows * kStride;        // elements of an owned tile
+    static constexpr int kStreamed = kColumns * kStride;  // and of a streamed one
+    // A stage: two streamed tiles, and backward two vectors of floats.
+    static constexpr int kStage =
+        2 * kStreamed + (kBackward ? 2 * kColumns * 4 / static_cast<int>(sizeof(T)) : 0);
+    static_assert(kRows % kColumns == 0, "a block's first row begins a streamed tile");
+};
+
+// ------------------------------------------------------------------------------------------------
+// Kernels
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ inline int lane_index() {
+    return static_cast<int>(threadIdx.x) % kWarpSize;
+}
+__device__ inline int warp_index() {
+    return static_cast<int>(threadIdx.x) / kWarpSize;
+}
+
+// The four lanes that hold parts of one row of a fragment are neighbours.
+__device__ inline float sum_of_row(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+__device__ inline float largest_of_row(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+// Starts copying rows first ... first+kRows-1 of a head, `stride` elements apart in memory, into a
+// tile; what lies beyond T rows or HS columns becomes 0.
+template <class T, int D, class Sizes, int kRows>
+__device__ void copy_tile(T* tile, const T* from, size_t stride, int first,
+                          const HeadShape& shape) {
+    if constexpr (Sizes::kWide) {
+        // A thread copies the same 16 bytes of every kStep-th row.
+        constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+        constexpr int kStep = Sizes::kThreads * kWidth / D;
+        static_assert(Sizes::kThreads % (D / kWidth) == 0 && kRows % kStep == 0,
+                      "a thread keeps its columns, and all have the same number of rows");
+        const int row = threadIdx.x / (D / kWidth), column = threadIdx.x % (D / kWidth) * kWidth;
+        const int rows = column < shape.HS ? shape.T - first - row : 0;
+        const T* source = from + (first + row) * stride + column;
+        T* to = tile + row * Sizes::kStride + column;
+#pragma unroll
+        for (int i = 0; i < kRows; i += kStep) {
+            device::copy_async<16>(to + i * Sizes::kStride, source, i < rows);
+            source += kStep * stride;
+        }
+    } else {
+        for (int i = threadIdx.x; i < kRows * D; i += Sizes::kThreads) {
+            const int row = i / D, column = i % D;
+            const bool valid = first + row < shape.T && column < shape.HS;
+            tile[row * Sizes::kStride + column] =
+                valid ? from[(first + row) * stride + column] : narrow<T>(0.0f);
+        }
+    }
+}
+
+// Likewise kCount floats of a (T) vector.
+template <int kCount>
+__device__ void copy_vector(float* to, const float* from, int first, const HeadShape& shape) {
+    if (static_cast<int>(threadIdx.x) < kCount) {
+        const int i = first + static_cast<int>(threadIdx.x);
+        device::copy_async<4>(to + threadIdx.x, i < shape.T ? from + i : from, i < shape.T);
+    }
+}
+
+// c = rows (16 M,D) * tile (8 N,D)^T, for one warp.
+template <int D, int kStride, int M, int N>
+__device__ void product_transposed(float (&c)[M][N][4], const bf16* rows, const bf16* tile) {
+    static_assert(N % 2 == 0, "tiles are taken in pairs");
+    const int lane = lane_index();
+    const bf16* a_row = rows + lane % 16 * kStride + lane / 16 * 8;
+    const bf16* b_row = tile + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) device::load_matrices(a[m], a_row + m * 16 * kStride + k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t b[4];
+            device::load_matrices(b, b_row + n * 8 * kStride + k);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                device::multiply_add(c[m][n], a[m], b[0], b[1]);
+                device::multiply_add(c[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// c (16 M,D) += p (16 M,8 N) * tile (8 N,D), for one warp. p is rounded to bf16: two neighbours of a
+// product's result are laid out as the left factor of the next.
+template <int D, int kStride, int M, int N>
+__device__ void product_add(float (&c)[M][D / 8][4], const float (&p)[M][N][4], const bf16* tile) {
+    static_assert(N % 2 == 0, "tiles are taken in pairs");
+    const int lane = lane_index();
+    const bf16* b_row = tile + lane % 16 * kStride + lane / 16 * 8;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            a[m][0] = two_halves(p[m][n][0], p[m][n][1]);
+            a[m][1] = two_halves(p[m][n][2], p[m][n][3]);
+            a[m][2] = two_halves(p[m][n + 1][0], p[m][n + 1][1]);
+            a[m][3] = two_halves(p[m][n + 1][2], p[m][n + 1][3]);
+        }
+#pragma unroll
+        for (int d = 0; d < D / 8; d += 2) {
+            uint32_t b[4];
+            device::load_matrices_transposed(b, b_row + n * 8 * kStride + d * 8);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                device::multiply_add(c[m][d], a[m], b[0], b[1]);
+                device::multiply_add(c[m][d + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+__device__ inline float dot4(float sum, const float4& a, const float4& b) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// Both products in fp32, with results laid out as above.
+template <int D, int kStride, int M, int N>
+__device__ void product_transposed(float (&c)[M][N][4], const float* rows, const float* tile) {
+    const int lane = lane_index();
+    const float* a_row = rows + lane / 4 * kStride;
+    const float* b_row = tile + lane % 4 * 2 * kStride;
+    const auto four = [](const float* p) { return *reinterpret_cast<const float4*>(p); };
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
+        }
+    }
+#pragma unroll 2
+    for (int k = 0; k < D; k += 4) {
+        float4 a[M][2];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            a[m][0] = four(a_row + m * 16 * kStride + k);
+            a[m][1] = four(a_row + (m * 16 + 8) * kStride + k);
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float4 b0 = four(b_row + n * 8 * kStride + k);
+            const float4 b1 = four(b_row + (n * 8 + 1) * kStride + k);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                c[m][n][0] = dot4(c[m][n][0], a[m][0], b0);
+                c[m][n][1] = dot4(c[m][n][1], a[m][0], b1);
+                c[m][n][2] = dot4(c[m][n][2], a[m][1], b0);
+                c[m][n][3] = dot4(c[m][n][3], a[m][1], b1);
+            }
+        }
+    }
+}
+
+template <int D, int kStride, int M, int N>
+__device__ void product_add(float (&c)[M][D / 8][4], const float (&p)[M][N][4], const float* tile) {
+    const int lane = lane_index();
+    const float* b_row = tile + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            float a[M][2];
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                const int owner = lane / 4 * 4 + j / 2;
+                a[m][0] = __shfl_sync(0xffffffffu, p[m][n][j % 2], owner);
+                a[m][1] = __shfl_sync(0xffffffffu, p[m][n][j % 2 + 2], owner);
+            }
+#pragma unroll
+            for (int d = 0; d < D / 8; ++d) {
+                const float2 b =
+                    *reinterpret_cast<const float2*>(b_row + (n * 8 + j) * kStride + d * 8);
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    c[m][d][0] = fmaf(a[m][0], b.x, c[m][d][0]);
+                    c[m][d][1] = fmaf(a[m][0], b.y, c[m][d][1]);
+                    c[m][d][2] = fmaf(a[m][1], b.x, c[m][d][2]);
+                    c[m][d][3] = fmaf(a[m][1], b.y, c[m][d][3]);
+                }
+            }
+        }
+    }
+}
+
+template <int M, int N>
+__device__ void clear(float (&c)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
+        }
+    }
+}
+
+// Row and column of element i of fragment (m, n), counted from the warp's first.
+__device__ inline int fragment_row(int m, int i) {
+    return m * 16 + i / 2 * 8 + lane_index() / 4;
+}
+__device__ inline int fragment_column(int n, int i) {
+    return n * 8 + lane_index() % 4 * 2 + i % 2;
+}
+
+// Two neighbours, at a multiple of their size together.
+__device__ inline void store_pair(float* to, float first, float second) {
+    *reinterpret_cast<float2*>(to) = {first, second};
+}
+__device__ inline void store_pair(bf16* to, float first, float second) {
+    *reinterpret_cast<uint32_t*>(to) = two_halves(first, second);
+}
+
+// Writes c, each row times its factor, to rows from first_row on, `stride` elements apart.
+template <bool kWide, class T, int M, int N>
+__device__ void store_rows(T* to, size_t stride, const float (&c)[M][N][4],
+                           const float (&factor)[M][2], int first_row, const HeadShape& shape) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + fragment_row(m, 2 * half);
+            if (row >= shape.T) continue;
+            T* place = to + row * stride + fragment_column(0, 0);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int column = fragment_column(n, 0);
+                const float first = c[m][n][2 * half] * factor[m][half];
+                const float second = c[m][n][2 * half + 1] * factor[m][half];
+                if constexpr (kWide) {
+                    if (column < shape.HS) store_pair(place + n * 8, first, second);
+                } else {
+                    if (column < shape.HS) place[n * 8] = narrow<T>(first);
+                    if (column + 1 < shape.HS) place[n * 8 + 1] = narrow<T>(second);
+                }
+            }
+        }
+    }
+}
+
+// Hides scores of keys after their query from exp: where the column's index less the row's is above
+// `limit`, or, when rows are keys, the row's less the column's.
+template <bool kRowsAreKeys, int M, int N>
+__device__ void hide_later_keys(float (&scores)[M][N][4], int limit) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int ahead = fragment_column(n, i) - fragment_row(m, i);
+                if ((kRowsAreKeys ? -ahead : ahead) > limit) scores[m][n][i] = -INFINITY;
+            }
+        }
+    }
+}
+
+// The softmax of rows whose scores come tile by tile (Milakov and Gimelshein 2018): turns scores
+// into exp(score - largest so far) and corrects earlier sums when the largest grows. `total` is the
+// lane's part of its rows' sums. exp is taken as a power of 2 with log2(e) in the scale.
+template <int M, int N, int K>
+__device__ void softmax_step(float (&scores)[M][N][4], float (&sums)[M][K][4],
+                             float (&largest)[M][2], float (&total)[M][2], float scale) {
+    const float log2_scale = scale * kLog2e;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float now = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+            }
+            now = fmaxf(largest[m][half], largest_of_row(now));
+            const float correction = approximate_exp2((largest[m][half] - now) * log2_scale);
+            largest[m][half] = now;
+            float sum = total[m][half] * correction;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float& score = scores[m][n][2 * half + j];
+                    score = approximate_exp2(fmaf(score, log2_scale, -now * log2_scale));
+                    sum += score;
+                }
+            }
+            total[m][half] = sum;
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                sums[m][k][2 * half] *= correction;
+                sums[m][k][2 * half + 1] *= correction;
+            }
+        }
+    }
+}
+
+// First row of the block's tile and number of its head. A head's tiles are neighbours, so that its
+// keys and values stay in L2; those with the most work come first.
+struct Place {
+    size_t head;
+    int first;
+};
+template <int kRows>
+__device__ inline Place block_place(int T, bool last_tile_first) {
+    const unsigned tiles = (T + kRows - 1) / kRows;
+    const unsigned tile = blockIdx.x % tiles;
+    return {blockIdx.x / tiles,
+            static_cast<int>(last_tile_first ? tiles - 1 - tile : tile) * kRows};
+}
+
+// out and lse of kRows queries.
+template <class T, int D, bool kWide>
+__global__ void __launch_bounds__(Tiles<T, D, kWide, Pass::kForward>::kThreads,
+                                  Tiles<T, D, kWide, Pass::kForward>::kBlocksPerProcessor)
+    attention_forward_kernel(T* out, float* lse, const T* qkv, HeadShape shape) {
+    using Sizes = Tiles<T, D, kWide, Pass::kForward>;
+    constexpr int M = Sizes::kRowTiles, N = Sizes::kColumns / 8;
+    constexpr int kStride = Sizes::kStride, kColumns = Sizes::kColumns;
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    T* queries = reinterpret_cast<T*>(shared_memory);
+    T* stages = queries + Sizes::kOwned;  // of a tile of keys and one of values
+
+    const Place place = block_place<Sizes::kRows>(shape.T, true);
+    const size_t C = shape.channels();
+    const T* q = qkv + shape.in_qkv(place.head);
+    const int warp_first = place.first + warp_index() * Sizes::kWarpRows;
+    const T* warp_queries = queries + warp_index() * Sizes::kWarpRows * kStride;
+    const int tiles = (min(shape.T, place.first + Sizes::kRows) + kColumns - 1) / kColumns;
+    const auto fetch = [&](int tile) {
+        T* keys = stages + tile % 2 * Sizes::kStage;
+        copy_tile<T, D, Sizes, kColumns>(keys, q + C, 3 * C, tile * kColumns, shape);
+        copy_tile<T, D, Sizes, kColumns>(keys + Sizes::kStreamed, q + 2 * C, 3 * C, tile * kColumns,
+                                         shape);
+    };
+    copy_tile<T, D, Sizes, Sizes::kRows>(queries, q, 3 * C, place.first, shape);
+    fetch(0);
+
+    float scores[M][N][4], sums[M][D / 8][4], largest[M][2], total[M][2];
+    clear(sums);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        largest[m][0] = largest[m][1] = -INFINITY;
+        total[m][0] = total[m][1] = 0.0f;
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+        device::wait_for_copies();
+        __syncthreads();  // this tile is there, and nobody reads the other stage any more
+        if (tile + 1 < tiles) fetch(tile + 1);
+        const int first_key = tile * kColumns;
+        if (first_key >= warp_first + Sizes::kWarpRows) continue;  // no query of the warp sees it
+
+        const T* keys = stages + tile % 2 * Sizes::kStage;
+        product_transposed<D, kStride>(scores, warp_queries, keys);
+        if (first_key + kColumns - 1 > warp_first) {
+            hide_later_keys<false>(scores, warp_first - first_key);
+        }
+        softmax_step(scores, sums, largest, total, shape.scale);
+        product_add<D, kStride>(sums, scores, keys + Sizes::kStreamed);
+    }
+
+    float factor[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = sum_of_row(total[m][half]);
+            factor[m][half] = 1.0f / sum;
+            const int row = warp_first + fragment_row(m, 2 * half);
+            if (lane_index() % 4 == 0 && row < shape.T) {
+                lse[shape.in_lse(place.head) + row] = largest[m][half] * shape.scale + logf(sum);
+            }
+        }
+    }
+    store_rows<kWide>(out + shape.in_out(place.head), C, sums, factor, warp_first, shape);
+}
+
+// For the lane's two rows of the warp's sixteen the sum over the head of dout * out: what the
+// softmax's gradient subtracts (Dao et al. 2022, appendix B.2). Also into `to`, for the kernel of the
+// keys.
+template <class T, int D, bool kWide>
+__device__ void weigh_rows(float (&weighted)[2], float* to, const T* dout, const T* out, int first,
+                           const HeadShape& shape) {
+    // Elements that a lane reads at once; the four lanes of a row take turns.
+    constexpr int kWidth = kWide ? 16 / static_cast<int>(sizeof(T)) : 1;
+    constexpr int kUnroll = kWide ? D / (4 * kWidth) : 4;
+    struct alignas(kWidth * sizeof(T)) Part {
+        T element[kWidth];
+    };
+    const int lane = lane_index();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first + fragment_row(0, 2 * half);
+        float sum = 0.0f;
+#pragma unroll kUnroll
+        for (int c = 0; c < D; c += 4 * kWidth) {
+            const int column = c + lane % 4 * kWidth;
+            Part a{}, b{};
+            if (row < shape.T && column < shape.HS) {
+                const size_t place = row * shape.channels() + column;
+                a = *reinterpret_cast<const Part*>(dout + place);
+                b = *reinterpret_cast<const Part*>(out + place);
+            }
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) {
+                sum = fmaf(widen(a.element[i]), widen(b.element[i]), sum);
+            }
+        }
+        weighted[half] = sum_of_row(sum);
+        if (lane % 4 == 0 && row < shape.T) to[row] = weighted[half];
+    }
+}
+
+// Gradient of kRows queries: with p the probabilities, ds = p * (dout v^T - weighted) and
+// dq = ds k * scale.
+template <class T, int D, bool kWide>
+__global__ void __launch_bounds__(Tiles<T, D, kWide, Pass::kBackward>::kThreads,
+                                  Tiles<T, D, kWide, Pass::kBackward>::kBlocksPerProcessor)
+    attention_backward_queries_kernel(T* dqkv, float* weighted, const T* dout, const T* qkv,
+                                      const T* out, const float* lse, HeadShape shape) {
+    using Sizes = Tiles<T, D, kWide, Pass::kBackward>;
+    constexpr int N = Sizes::kColumns / 8;
+    constexpr int kStride = Sizes::kStride, kColumns = Sizes::kColumns;
+    static_assert(Sizes::kRowTiles == 1, "one fragment of rows a warp");
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    T* queries = reinterpret_cast<T*>(shared_memory);
+    T* douts = queries + Sizes::kOwned;
+    T* stages = douts + Sizes::kOwned;  // of a tile of keys and one of values
+
+    const Place place = block_place<Sizes::kRows>(shape.T, true);
+    const size_t C = shape.channels(), in_out = shape.in_out(place.head);
+    const T* q = qkv + shape.in_qkv(place.head);
+    const int warp_offset = warp_index() * Sizes::kWarpRows;
+    const int warp_first = place.first + warp_offset;
+    const int tiles = (min(shape.T, place.first + Sizes::kRows) + kColumns - 1) / kColumns;
+    const auto fetch = [&](int tile) {
+        T* keys = stages + tile % 2 * Sizes::kStage;
+        copy_tile<T, D, Sizes, kColumns>(keys, q + C, 3 * C, tile * kColumns, shape);
+        copy_tile<T, D, Sizes, kColumns>(keys + Sizes::kStreamed, q + 2 * C, 3 * C, tile * kColumns,
+                                         shape);
+    };
+    copy_tile<T, D, Sizes, Sizes::kRows>(queries, q, 3 * C, place.first, shape);
+    copy_tile<T, D, Sizes, Sizes::kRows>(douts, dout + in_out, C, place.first, shape);
+    fetch(0);
+
+    const float log2_scale = shape.scale * kLog2e;
+    float row_weighted[2], row_lse[2];  // lse in powers of 2
+    weigh_rows<T, D, kWide>(row_weighted, weighted + shape.in_lse(place.head), dout + in_out,
+                            out + in_out, warp_first, shape);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp_first + fragment_row(0, 2 * half);
+        row_lse[half] = row < shape.T ? lse[shape.in_lse(place.head) + row] * kLog2e : 0.0f;
+    }
+    float scores[1][N][4], dscores[1][N][4], sums[1][D / 8][4];
+    clear(sums);
+    for (int tile = 0; tile < tiles; ++tile) {
+        device::wait_for_copies();
+        __syncthreads();  // this tile is there, and nobody reads the other stage any more
+        if (tile + 1 < tiles) fetch(tile + 1);
+        const int first_key = tile * kColumns;
+        if (first_key >= warp_first + Sizes::kWarpRows) continue;  // no query of the warp sees it
+
+        const T* keys = stages + tile % 2 * Sizes::kStage;
+        product_transposed<D, kStride>(scores, queries + warp_offset * kStride, keys);
+        product_transposed<D, kStride>(dscores, douts + warp_offset * kStride,
+                                       keys + Sizes::kStreamed);
+        if (first_key + kColumns - 1 > warp_first) {
+            hide_later_keys<false>(scores, warp_first - first_key);
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float p =
+                    approximate_exp2(fmaf(scores[0][n][i], log2_scale, -row_lse[i / 2]));
+                scores[0][n][i] = p * (dscores[0][n][i] - row_weighted[i / 2]);
+            }
+        }
+        product_add<D, kStride>(sums, scores, keys);
+    }
+    const float factor[1][2] = {{shape.scale, shape.scale}};
+    store_rows<kWide>(dqkv + shape.in_qkv(place.head), 3 * C, sums, factor, warp_first, shape);
+}
+
+// Gradients of kRows keys and values, or of one of both: dv = p^T dout, dk = ds^T q * scale.
+template <class T, int D, bool kWide, bool kForKeys, bool kForValues>
+__global__ void __launch_bounds__(Tiles<T, D, kWide, Pass::kBackward>::kThreads,
+                                  Tiles<T, D, kWide, Pass::kBackward>::kBlocksPerProcessor)
+    attention_backward_keys_kernel(T* dqkv, const T* dout, const T* qkv, const float* lse,
+                                   const float* weighted, HeadShape shape) {
+    using Sizes = Tiles<T, D, kWide, Pass::kBackward>;
+    constexpr int N = Sizes::kColumns / 8;
+    constexpr int kStride = Sizes::kStride, kColumns = Sizes::kColumns;
+    static_assert(Sizes::kRowTiles == 1, "one fragment of rows a warp");
+    extern __shared__ __align__(16) unsigned char shared_memory[];
+    T* keys = reinterpret_cast<T*>(shared_memory);
+    T* values = keys + Sizes::kOwned;
+    // Of a tile of queries and one of dout, with their lse and weighted.
+    T* stages = values + Sizes::kOwned;
+
+    const Place place = block_place<Sizes::kRows>(shape.T, false);
+    const size_t C = shape.channels(), in_qkv = shape.in_qkv(place.head);
+    const size_t in_lse = shape.in_lse(place.head);
+    const T* q = qkv + in_qkv;
+    const int warp_offset = warp_index() * Sizes::kWarpRows;
+    const int warp_first = place.first + warp_offset;
+    const int tiles = (shape.T + kColumns - 1) / kColumns;
+    const auto fetch = [&](int tile) {
+        T* queries = stages + tile % 2 * Sizes::kStage;
+        float* tile_lse = reinterpret_cast<float*>(queries + 2 * Sizes::kStreamed);
+        copy_tile<T, D, Sizes, kColumns>(queries, q, 3 * C, tile * kColumns, shape);
+        copy_tile<T, D, Sizes, kColumns>(
+            queries + Sizes::kStreamed, dout + shape.in_out(place.head), C, tile * kColumns, shape);
+        copy_vector<kColumns>(tile_lse, lse + in_lse, tile * kColumns, shape);
+        copy_vector<kColumns>(tile_lse + kColumns, weighted + in_lse, tile * kColumns, shape);
+    };
+    copy_tile<T, D, Sizes, Sizes::kRows>(keys, q + C, 3 * C, place.first, shape);
+    if constexpr (kForKeys) {
+        copy_tile<T, D, Sizes, Sizes::kRows>(values, q + 2 * C, 3 * C, place.first, shape);
+    }
+    const int first_tile = place.first / kColumns;  // earlier queries see none of the keys
+    fetch(first_tile);
+
+    const float log2_scale = shape.scale * kLog2e;
+    float scores[1][N][4], dscores[1][N][4], dk[1][D / 8][4], dv[1][D / 8][4];
+    clear(dk);
+    clear(dv);
+    for (int tile = first_tile; tile < tiles; ++tile) {
+        device::wait_for_copies();
+        __syncthreads();  // this tile is there, and nobody reads the other stage any more
+        if (tile + 1 < tiles) fetch(tile + 1);
+        const int first_query = tile * kColumns;
+        if (first_query + kColumns <= warp_first) continue;  // none sees a key of the warp
+
+        const T* queries = stages + tile % 2 * Sizes::kStage;
+        const T* douts = queries + Sizes::kStreamed;
+        const float* tile_lse = reinterpret_cast<const float*>(douts + Sizes::kStreamed);
+        product_transposed<D, kStride>(scores, keys + warp_offset * kStride, queries);
+        if (first_query < warp_first + Sizes::kWarpRows - 1) {
+            hide_later_keys<true>(scores, first_query - warp_first);
+        }
+        // Beyond T queries and dout are 0, and so is what they add.
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float query_lse = tile_lse[fragment_column(n, i)] * kLog2e;
+                scores[0][n][i] = approximate_exp2(fmaf(scores[0][n][i], log2_scale, -query_lse));
+            }
+        }
+        if constexpr (kForValues) product_add<D, kStride>(dv, scores, douts);
+        if constexpr (kForKeys) {
+            product_transposed<D, kStride>(dscores, values + warp_offset * kStride, douts);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float subtract = tile_lse[kColumns + fragment_column(n, i)];
+                    scores[0][n][i] *= dscores[0][n][i] - subtract;
+                }
+            }
+            product_add<D, kStride>(dk, scores, queries);
+        }
+    }
+    const float scale[1][2] = {{shape.scale, shape.scale}}, one[1][2] = {{1.0f, 1.0f}};
+    if (kForKeys) store_rows<kWide>(dqkv + in_qkv + C, 3 * C, dk, scale, warp_first, shape);
+    if (kForValues) store_rows<kWide>(dqkv + in_qkv + 2 * C, 3 * C, dv, one, warp_first, shape);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr int kMaxHeadSize = 256;
+
+inline HeadShape checked_shape(const char* launcher, int B, int T, int C, int NH) {
+    if (B <= 0 || T <= 0 || C <= 0 || NH <= 0) {
+        throw Error(
+            format("%s: B %d, T %d, C %d and NH %d must all be positive", launcher, B, T, C, NH));
+    }
+    if (C % NH != 0) {
+        throw Error(format("%s: C %d must be a multiple of NH %d", launcher, C, NH));
+    }
+    const int HS = C / NH;
+    if (HS > kMaxHeadSize) {
+        throw Error(
+            format("%s: head size %d (C %d / NH %d) is above %d, the largest there is a "
+                   "kernel for; use more heads",
+                   launcher, HS, C, NH, kMaxHeadSize));
+    }
+    return {T, NH, HS, 1.0f / std::sqrt(static_cast<float>(HS))};
+}
+
+// Starts one block for every kRows rows of every head.
+template <class Sizes, class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), const char* launcher, size_t shared_bytes, int B,
+                   const HeadShape& shape, cudaStream_t stream, Arguments... arguments) {
+    const size_t heads = static_cast<size_t>(B) * shape.NH;
+    const size_t blocks = heads * ((shape.T + Sizes::kRows - 1) / Sizes::kRows);
+    if (blocks > INT_MAX) {
+        throw Error(format("%s: B %d, T %d and NH %d need %zu blocks, at most %d can be started",
+                           launcher, B, shape.T, shape.NH, blocks, INT_MAX));
+    }
+    const cudaError_t granted = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (granted == cudaErrorInvalidValue) {
+        cudaGetLastError();
+        throw Error(
+            format("%s: head size %d needs %zu bytes of shared memory a block, more than "
+                   "this GPU has; use more heads",
+                   launcher, shape.HS, shared_bytes));
+    }
+    cuda_check(granted);
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared));
+    kernel<<<static_cast<unsigned>(blocks), Sizes::kThreads, shared_bytes, stream>>>(arguments...);
+    launch_check();
+}
+
+template <class T, int D, bool kWide>
+void forward_padded(T* out, float* lse, const T* qkv, int B, const HeadShape& shape,
+                    cudaStream_t stream) {
+    using Sizes = Tiles<T, D, kWide, Pass::kForward>;
+    const size_t bytes = (Sizes::kOwned + 2 * Sizes::kStage) * sizeof(T);
+    launch_blocks<Sizes>(attention_forward_kernel<T, D, kWide>, "attention_forward", bytes, B,
+                         shape, stream, out, lse, qkv, shape);
+}
+
+template <class T, int D, bool kWide>
+void backward_padded(T* dqkv, const T* dout, const T* qkv, const T* out, const float* lse,
+                     float* weighted, int B, const HeadShape& shape, cudaStream_t stream) {
+    using Sizes = Tiles<T, D, kWide, Pass::kBackward>;
+    const char* name = "attention_backward";
+    const size_t bytes = (2 * Sizes::kOwned + 2 * Sizes::kStage) * sizeof(T);
+    launch_blocks<Sizes>(attention_backward_queries_kernel<T, D, kWide>, name, bytes, B, shape,
+                         stream, dqkv, weighted, dout, qkv, out, lse, shape);
+    const float* for_keys = weighted;
+    if constexpr (D <= 128) {
+        launch_blocks<Sizes>(attention_backward_keys_kernel<T, D, kWide, true, true>, name, bytes,
+                             B, shape, stream, dqkv, dout, qkv, lse, for_keys, shape);
+    } else {
+        // The sums of dk and dv of one warp together do not fit into its registers.
+        launch_blocks<Sizes>(attention_backward_keys_kernel<T, D, kWide, true, false>, name, bytes,
+                             B, shape, stream, dqkv, dout, qkv, lse, for_keys, shape);
+        launch_blocks<Sizes>(attention_backward_keys_kernel<T, D, kWide, false, true>, name, bytes,
+                             B, shape, stream, dqkv, dout, qkv, lse, for_keys, shape);
+    }
+}
+
+// Calls use(padded head size, whether rows are copied 16 bytes at a time) with the two as types of
+// constants. Rows whose ends are not multiples of 16 bytes take a slow path, in fewer sizes.
+template <class T, class Use>
+void with_padded_head(int HS, Use&& use) {
+    const bool wide = HS * sizeof(T) % 16 == 0;
+    if (HS <= 64) {
+        const std::integral_constant<int, 64> padded;
+        wide ? use(padded, std::true_type()) : use(padded, std::false_type());
+    } else if (HS <= 128 && wide) {
+        use(std::integral_constant<int, 128>(), std::true_type());
+    } else {
+        const std::integral_constant<int, kMaxHeadSize> padded;
+        wide ? use(padded, std::true_type()) : use(padded, std::false_type());
+    }
+}
+
+}  // namespace attention_detail
+
+// Our own kernels, for every head size up to 256 and both types; arguments as below. Buffers start
+// at multiples of 16 bytes.
+template <class X>
+void own_attention_forward(X* out, float* lse, const X* qkv, int B, int T, int C, int NH,
+                           cudaStream_t stream) {
+    const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
+    attention_detail::with_padded_head<X>(shape.HS, [&](auto padded, auto wide) {
+        attention_detail::forward_padded<X, padded.value, wide.value>(out, lse, qkv, B, shape,
+                                                                      stream);
+    });
+}
+
+// One float for each row of each head.
+inline size_t own_attention_backward_scratch_bytes(int B, int T, int, int NH) {
+    return static_cast<size_t>(B) * T * NH * sizeof(float);
+}
+
+template <class X>
+void own_attention_backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* lse,
+                            void* scratch, int B, int T, int C, int NH, cudaStream_t stream) {
+    const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
+    attention_detail::with_padded_head<X>(shape.HS, [&](auto padded, auto wide) {
+        attention_detail::backward_padded<X, padded.value, wide.value>(
+            dqkv, dout, qkv, out, lse, static_cast<float*>(scratch), B, shape, stream);
+    });
+}
+
+namespace attention_detail {
+
+// A function of the build and the shape alone, so that all ranks choose alike. cuDNN's backward pass
+// takes head sizes that are multiples of 8, up to 128 on every GPU since sm_80, and no T of 1.
+inline bool cudnn_takes(int T, int HS) {
+#ifdef LLMC_CUDNN
+    return std::is_same_v<floatX, bf16> && T > 1 && HS % 8 == 0 && HS <= 128;
+#else
+    (void)T;
+    (void)HS;
+    return false;
+#endif
+}
+
+}  // namespace attention_detail
+
+// Whose kernels compute attention for this head size: "cuDNN 9.14", say, or "own".
+inline const char* attention_backend(int head_size) {
+#ifdef LLMC_CUDNN
+    if (attention_detail::cudnn_takes(2, head_size)) return cudnn_name();
+#endif
+    (void)head_size;
+    return "own";
+}
+
+// out (B,T,C), lse (B,NH,T), qkv (B,T,3C); see launchers.h. Products and sums in fp32, probabilities
+// rounded to floatX as factors of the second product, one rounding of the result.
+inline void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C,
+                              int NH, cudaStream_t stream) {
+#ifdef LLMC_CUDNN
+    const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
+    if constexpr (std::is_same_v<floatX, bf16>) {
+        if (attention_detail::cudnn_takes(T, shape.HS)) {
+            return cudnn_attention_forward(out, lse, qkv, B, T, NH, shape.HS, stream);
+        }
+    }
+#endif
+    own_attention_forward(out, lse, qkv, B, T, C, NH, stream);
+}
+
+inline size_t attention_backward_scratch_bytes(int B, int T, int C, int NH) {
+#ifdef LLMC_CUDNN
+    if (attention_detail::cudnn_takes(T, C / NH)) {
+        return cudnn_attention_workspace_bytes(B, T, NH, C / NH);
+    }
+#endif
+    return own_attention_backward_scratch_bytes(B, T, C, NH);
+}
+
+// dqkv (B,T,3C), overwriting, from dout (B,T,C) and what the forward pass read and wrote.
+inline void attention_backward(floatX* dqkv, const floatX* dout, const floatX* qkv,
+                               const floatX* out, const float* lse, void* scratch, int B, int T,
+                               int C, int NH, cudaStream_t stream) {
+#ifdef LLMC_CUDNN
+    const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
+    if constexpr (std::is_same_v<floatX, bf16>) {
+        if (attention_detail::cudnn_takes(T, shape.HS)) {
+            return cudnn_attention_backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, shape.HS,
+                                            stream);
+        }
+    }
+#endif
+    own_attention_backward(dqkv, dout, qkv, out, lse, scratch, B, T, C, NH, stream);
+}
+
+}  // namespace llmc
