@@ -1,0 +1,291 @@
+// Token and position embedding.
+//
+// Bound by memory. Forward: a row of wte read and a row written for each position, wpe from the
+// cache. Backward: dout read twice (once by token, once by position), a row of dwte read and
+// written for each token that occurs.
+//
+// dwte's sums go by token. The positions sorted by token are cut into pieces of 64, so that the
+// work is spread evenly whatever the tokens are. A token whose positions lie in one piece is
+// finished there; one that crosses into others leaves a partial sum in scratch for each, and a
+// second kernel adds these in order. Which sums are formed depends on the tokens alone.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "llmc/cpu/shapes.h"
+#include "llmc/cuda_utils.cuh"
+
+namespace llmc {
+
+// ============================================================================
+// kernels
+
+constexpr int kEncoderThreads = 256;
+constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
+constexpr int kEncoderPiece = 64;  // places in the sorted order
+constexpr int kEncoderBatch = 8;   // rows that a thread of the backward pass has in flight
+
+// A warp for each position.
+template <class T>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, size_t rows,
+                           int length, int C, bool vector) {
+    constexpr int kWidth = Packed128<T>::kSize;
+    const size_t row = size_t{blockIdx.x} * kEncoderWarps + threadIdx.x / kWarpSize;
+    if (row >= rows) return;
+    const T* token = wte + static_cast<size_t>(tokens[row]) * C;
+    const T* place = wpe + row % length * C;
+    T* result = out + row * C;
+#pragma unroll 4
+    for (int column = threadIdx.x % kWarpSize * kWidth; column < C; column += kWarpSize * kWidth) {
+        float x[kWidth], y[kWidth];
+        unpack(x, load_group(token + column, C - column, vector));
+        unpack(y, load_group(place + column, C - column, vector));
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) x[k] += y[k];
+        store_group(result + column, pack<T>(x), C - column, vector);
+    }
+}
+
+// Where a run of one token lies in its piece, and so where its sum goes.
+enum class RunSum {
+    whole,  // into dwte
+    head,   // the piece's first run, which has begun in an earlier piece
+    tail,   // the piece's last run, which goes on in the next piece
+};
+// A run that fills its piece and is cut at both ends is a head, so that the merging kernel finds
+// one tail, at the piece where the token begins, and heads after it.
+__host__ __device__ inline RunSum run_sum(bool begins_here, bool ends_here) {
+    if (!begins_here) return RunSum::head;
+    return ends_here ? RunSum::whole : RunSum::tail;
+}
+
+// partial[piece]: C floats of the head, C floats of the tail.
+__host__ __device__ inline size_t head_offset(size_t piece, int C) {
+    return piece * 2 * C;
+}
+__host__ __device__ inline size_t tail_offset(size_t piece, int C) {
+    return piece * 2 * C + C;
+}
+
+template <class T, class G>
+struct EncoderBackward {
+    G* dwte;
+    G* dwpe;
+    float* partial;  // (pieces, 2, C)
+    const T* dout;
+    const int* tokens;
+    const int* order;
+    size_t rows;
+    int length;  // rows of a sequence
+    int C;
+    bool vector;
+};
+
+// The token at a place of the sorted order; -1 where there is none.
+template <class T, class G>
+__device__ inline int token_at(const EncoderBackward<T, G>& p, size_t place) {
+    return place < p.rows ? p.tokens[p.order[place]] : -1;
+}
+
+// Blocks (piece, range of channels); a thread has one group of channels.
+template <class T, class G>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_backward_pieces_kernel(EncoderBackward<T, G> p) {
+    constexpr int kWidth = Packed128<T>::kSize;
+    // Of the piece's places, and the tokens of these, the one before and the one after.
+    __shared__ int position_of[kEncoderPiece], token_of[kEncoderPiece + 2];
+    const size_t begin = size_t{blockIdx.x} * kEncoderPiece;
+    const int places = static_cast<int>(min(p.rows - begin, static_cast<size_t>(kEncoderPiece)));
+    for (int i = threadIdx.x; i < places + 2; i += blockDim.x) {
+        // Before place 0 the unsigned number wraps round, where there is no token either.
+        token_of[i] = token_at(p, begin + i - 1);
+        if (i < places) position_of[i] = p.order[begin + i];
+    }
+    __syncthreads();
+
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const int count = p.C - column;
+    if (count <= 0) return;
+    float sum[kWidth] = {};
+    bool begins_here = token_of[0] != token_of[1];
+    for (int first = 0; first < places; first += kEncoderBatch) {
+        Packed128<T> batch[kEncoderBatch];
+#pragma unroll
+        for (int j = 0; j < kEncoderBatch; ++j) {
+            if (first + j >= places) continue;
+            const size_t row = position_of[first + j];
+            batch[j] = load_group(p.dout + row * p.C + column, count, p.vector);
+        }
+#pragma unroll
+        for (int j = 0; j < kEncoderBatch; ++j) {
+            const int i = first + j;
+            if (i >= places) continue;
+            float x[kWidth];
+            unpack(x, batch[j]);
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) sum[k] += x[k];
+            const int token = token_of[i + 1];
+            const bool ends_here = token != token_of[i + 2];
+            if (!ends_here && i + 1 < places) continue;
+            switch (run_sum(begins_here, ends_here)) {
+                case RunSum::whole:
+                    add_floats(p.dwte + static_cast<size_t>(token) * p.C + column, sum, count,
+                               p.vector);
+                    break;
+                case RunSum::head:
+                    store_floats(p.partial + head_offset(blockIdx.x, p.C) + column, sum, count,
+                                 p.vector);
+                    break;
+                case RunSum::tail:
+                    store_floats(p.partial + tail_offset(blockIdx.x, p.C) + column, sum, count,
+                                 p.vector);
+                    break;
+            }
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) sum[k] = 0.0f;
+            begins_here = true;
+        }
+    }
+}
+
+// Channels that a thread of the merging kernel has; a block has 32 times as many.
+constexpr int kMergeWidth = 8;
+
+// Blocks (piece, range of channels): finishes the token whose run begins in the piece and goes on
+// after it. Warp w adds terms w, w + 8, ... of tail, head, head, ...; then the warps' sums are
+// added in order.
+template <class T, class G>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_backward_merge_kernel(EncoderBackward<T, G> p) {
+    __shared__ float sums[kEncoderWarps][kMergeWidth][kWarpSize];
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const size_t piece = blockIdx.x, begin = piece * kEncoderPiece, end = begin + kEncoderPiece;
+    const int token = token_at(p, end - 1), next = token_at(p, end);
+    const int before = token_at(p, begin - 1), first = token_at(p, begin);
+    if (token < 0 || token != next || (token == first && token == before)) return;
+
+    size_t terms = 1;  // the tail, and a head in each piece that starts with the token
+    for (unsigned votes = ~0u; votes == ~0u;) {
+        const size_t place = (piece + terms + lane) * kEncoderPiece;
+        votes = __ballot_sync(0xffffffffu, token_at(p, place) == token);
+        terms += __popc(votes);
+    }
+
+    const int column = (blockIdx.y * kWarpSize + lane) * kMergeWidth, count = p.C - column;
+    float sum[kMergeWidth] = {};
+#pragma unroll 4
+    for (size_t i = warp; i < terms; i += kEncoderWarps) {
+        const size_t offset = i == 0 ? tail_offset(piece, p.C) : head_offset(piece + i, p.C);
+        float x[kMergeWidth];
+        load_floats(x, p.partial + offset + column, count, p.vector);
+#pragma unroll
+        for (int k = 0; k < kMergeWidth; ++k) sum[k] += x[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kMergeWidth; ++k) sums[warp][k][lane] = sum[k];
+    __syncthreads();
+    if (warp != 0 || count <= 0) return;
+    for (int w = 1; w < kEncoderWarps; ++w) {
+#pragma unroll
+        for (int k = 0; k < kMergeWidth; ++k) sum[k] += sums[w][k][lane];
+    }
+    add_floats(p.dwte + static_cast<size_t>(token) * p.C + column, sum, count, p.vector);
+}
+
+// A thread for each group of channels of each place in the sequence; the sum over the batch in its
+// order.
+template <class T, class G>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_backward_positions_kernel(EncoderBackward<T, G> p, int batch, bool accumulate) {
+    constexpr int kWidth = Packed128<T>::kSize;
+    const int groups = ceil_div(p.C, kWidth);
+    const size_t index = size_t{blockIdx.x} * kEncoderThreads + threadIdx.x;
+    const size_t t = index / groups;
+    if (t >= static_cast<size_t>(p.length)) return;
+    const int column = static_cast<int>(index % groups) * kWidth, count = p.C - column;
+    float sum[kWidth] = {};
+    for (int first = 0; first < batch; first += kEncoderBatch) {
+        Packed128<T> packed[kEncoderBatch];
+#pragma unroll
+        for (int j = 0; j < kEncoderBatch; ++j) {
+            const size_t row = static_cast<size_t>(first + j) * p.length + t;
+            packed[j] = load_group_streaming(p.dout + row * p.C + column,
+                                             first + j < batch ? count : 0, p.vector);
+        }
+#pragma unroll
+        for (int j = 0; j < kEncoderBatch; ++j) {
+            float x[kWidth];
+            unpack(x, packed[j]);
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) sum[k] += x[k];
+        }
+    }
+    G* gradient = p.dwpe + t * p.C + column;
+    if (accumulate) {
+        add_floats(gradient, sum, count, p.vector);
+    } else {
+        store_floats(gradient, sum, count, p.vector);
+    }
+}
+
+// ============================================================================
+// launchers
+
+// out (B,seq,C) = wte[token] + wpe[t], rounded once. tokens (B,seq) are rows of wte.
+inline void encoder_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
+                            int B, int seq, int C, cudaStream_t stream) {
+    cpu::require_positive("encoder_forward", {{"B", B}, {"T", seq}, {"C", C}});
+    const size_t rows = static_cast<size_t>(B) * seq;
+    const bool vector = C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, wte, wpe);
+    const unsigned blocks = static_cast<unsigned>(ceil_div<size_t>(rows, kEncoderWarps));
+    encoder_forward_kernel<<<blocks, kEncoderThreads, 0, stream>>>(out, tokens, wte, wpe, rows, seq,
+                                                                   C, vector);
+    launch_check();
+}
+
+inline size_t encoder_backward_pieces(int B, int seq) {
+    return ceil_div<size_t>(static_cast<size_t>(B) * seq, kEncoderPiece);
+}
+
+// Bytes of scratch for encoder_backward.
+inline size_t encoder_backward_scratch_bytes(int B, int seq, int C) {
+    cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
+    return encoder_backward_pieces(B, seq) * 2 * C * sizeof(float);
+}
+
+// dwte[token] += the sum of its rows of dout (B,seq,C); dwpe[t] = the sum over the batch, or +=
+// with `accumulate`. order (B*seq) holds the positions sorted by token, ties ascending. Sums in
+// fp32, one rounding into the gradient; a token's sum is taken in stretches of the sorted order,
+// each in ascending order of position.
+inline void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout, const int* tokens,
+                             const int* order, void* scratch, int B, int seq, int C,
+                             bool accumulate, cudaStream_t stream) {
+    cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
+    constexpr int kWidth = Packed128<floatX>::kSize;
+    const size_t rows = static_cast<size_t>(B) * seq;
+    const bool vector =
+        C % 8 == 0 && all_aligned(16, dwte, dwpe, dout, static_cast<char*>(scratch));
+    const EncoderBackward<floatX, gradX> p = {
+        dwte, dwpe, static_cast<float*>(scratch), dout, tokens, order, rows, seq, C, vector};
+
+    const unsigned pieces = static_cast<unsigned>(encoder_backward_pieces(B, seq));
+    const int groups = ceil_div(C, kWidth);
+    const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
+    const dim3 blocks(pieces, ceil_div(groups, threads));
+    encoder_backward_pieces_kernel<<<blocks, threads, 0, stream>>>(p);
+    launch_check();
+    const dim3 merge_blocks(pieces, ceil_div(C, kMergeWidth * kWarpSize));
+    encoder_backward_merge_kernel<<<merge_blocks, kEncoderThreads, 0, stream>>>(p);
+    launch_check();
+    const size_t position_threads = static_cast<size_t>(seq) * groups;
+    const unsigned position_blocks =
+        static_cast<unsigned>(ceil_div<size_t>(position_threads, kEncoderThreads));
+    encoder_backward_positions_kernel<<<position_blocks, kEncoderThreads, 0, stream>>>(p, B,
+                                                                                       accumulate);
+    launch_check();
+}
+
+}  // namespace llmc

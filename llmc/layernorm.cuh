@@ -1,0 +1,457 @@
+// Layer normalisation (Ba, Kiros, Hinton 2016, section 3), eps 1e-5, over the last dimension.
+//
+// Bound by memory: each array goes through it once, in bf16 4 bytes an element forward, 8 with the
+// residual sum, 8 backward. A row stays in the registers of the threads that read it: a warp for
+// narrow rows, which then need no barrier, a block for wide ones.
+//
+// dweight and dbias are sums over all rows. Threads keep their columns' sums in registers while
+// they go through rows; a number of parts that the shape decides is left in scratch and added by a
+// second kernel.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "llmc/cpu/shapes.h"
+#include "llmc/cuda_utils.cuh"
+
+namespace llmc {
+
+// ============================================================================
+// kernels
+
+constexpr int kLayernormThreads = 256;  // where a warp has a row to itself
+constexpr int kLayernormWarps = kLayernormThreads / kWarpSize;
+constexpr int kLayernormMaxBlock = 384;  // where a block has
+constexpr int kLayernormMaxChannels = 32 * kLayernormMaxBlock;
+
+// The columns of a row that one thread holds: groups of 16 bytes, as far apart as the team (the
+// threads of the row) is wide. A group may be cut short by the end of the row, or be empty.
+template <class T, int kColumns>
+struct RowTile {
+    static constexpr int kWidth = Packed128<T>::kSize;
+    static constexpr int kGroups = kColumns / kWidth;
+
+    __device__ void load(const T* row, int C, int thread, int team, bool vector) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth;
+            group[g] = load_group_streaming(row + column, C - column, vector);
+        }
+    }
+    __device__ void store(T* row, int C, int thread, int team, bool vector) const {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth;
+            store_group(row + column, group[g], C - column, vector);
+        }
+    }
+
+    Packed128<T> group[kGroups];
+};
+
+// Sums over the row's team. `shared` as for block_sum.
+template <bool kWarpRow, int kCount>
+__device__ inline void team_sum(float (&value)[kCount], float* shared) {
+    if constexpr (kWarpRow) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) value[k] = warp_sum(value[k]);
+    } else {
+        block_sum(value, shared);
+    }
+}
+
+// Mean and reciprocal standard deviation of a row. Two passes, since the mean of the squares minus
+// the square of the mean has no digit left when the mean is large. Spelt in single operations: the
+// plain and the fused forward kernel must round alike.
+template <bool kWarpRow, class T, int kColumns>
+__device__ inline float2 row_statistics(const RowTile<T, kColumns>& tile, int C, int thread,
+                                        int team, float* shared) {
+    constexpr int kWidth = Packed128<T>::kSize;
+    float total[1] = {0.0f}, squares[1] = {0.0f};
+#pragma unroll
+    for (int g = 0; g < tile.kGroups; ++g) {
+        float x[kWidth];
+        unpack(x, tile.group[g]);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) total[0] = __fadd_rn(total[0], x[k]);
+    }
+    team_sum<kWarpRow>(total, shared);
+    const float mean = __fdiv_rn(total[0], static_cast<float>(C));
+#pragma unroll
+    for (int g = 0; g < tile.kGroups; ++g) {
+        const int count = C - (g * team + thread) * kWidth;
+        float x[kWidth];
+        unpack(x, tile.group[g]);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+            const float difference = k < count ? __fsub_rn(x[k], mean) : 0.0f;
+            squares[0] = __fmaf_rn(difference, difference, squares[0]);
+        }
+    }
+    team_sum<kWarpRow>(squares, shared + kWarpSize);
+    const float variance = __fdiv_rn(squares[0], static_cast<float>(C));
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, 1e-5f)))};
+}
+
+template <class T>
+struct LayernormForward {
+    T* residual;  // null where there is nothing to add
+    T* out;
+    float* mean;
+    float* rstd;
+    const T* inp;
+    const T* added;  // to inp, or null
+    const T* weight;
+    const T* bias;
+    int rows;
+    int C;
+    bool vector;
+};
+
+// Normalises inp, or inp + added, rounded, which it also stores.
+template <class T, int kColumns, bool kWarpRow, bool kFused>
+__global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBlock)
+    layernorm_forward_kernel(LayernormForward<T> p) {
+    __shared__ float shared[kWarpRow ? 1 : 2 * kWarpSize];
+    constexpr int kWidth = Packed128<T>::kSize;
+    const int team = kWarpRow ? kWarpSize : blockDim.x;
+    const int thread = kWarpRow ? threadIdx.x % kWarpSize : threadIdx.x;
+    const size_t row =
+        kWarpRow ? size_t{blockIdx.x} * kLayernormWarps + threadIdx.x / kWarpSize : blockIdx.x;
+    if (row >= static_cast<size_t>(p.rows)) return;
+    const size_t first = row * p.C;
+
+    RowTile<T, kColumns> tile;
+    tile.load(p.inp + first, p.C, thread, team, p.vector);
+    if constexpr (kFused) {
+        RowTile<T, kColumns> other;
+        other.load(p.added + first, p.C, thread, team, p.vector);
+#pragma unroll
+        for (int g = 0; g < tile.kGroups; ++g) {
+            float x[kWidth], y[kWidth];
+            unpack(x, tile.group[g]);
+            unpack(y, other.group[g]);
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], y[k]);
+            tile.group[g] = pack<T>(x);
+        }
+        tile.store(p.residual + first, p.C, thread, team, p.vector);
+    }
+
+    const float2 statistics = row_statistics<kWarpRow>(tile, p.C, thread, team, shared);
+    const float mean = statistics.x, rstd = statistics.y;
+#pragma unroll
+    for (int g = 0; g < tile.kGroups; ++g) {
+        const int column = (g * team + thread) * kWidth, count = p.C - column;
+        float x[kWidth], w[kWidth], b[kWidth];
+        unpack(x, tile.group[g]);
+        unpack(w, load_group(p.weight + column, count, p.vector));
+        unpack(b, load_group(p.bias + column, count, p.vector));
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+            x[k] = __fmaf_rn(__fmul_rn(__fsub_rn(x[k], mean), rstd), w[k], b[k]);
+        }
+        store_group(p.out + first + column, pack<T>(x), count, p.vector);
+    }
+    if (thread == 0) {
+        p.mean[row] = mean;
+        p.rstd[row] = rstd;
+    }
+}
+
+template <class T>
+struct LayernormBackward {
+    T* dinp;
+    float* partial;  // (parts, 2, C)
+    const T* dout;
+    const T* inp;
+    const T* weight;
+    const float* mean;
+    const float* rstd;
+    int rows;
+    int C;
+    bool add_to_dinp;
+    bool vector;
+};
+
+// Adds up what the warps of a block hold for the same columns, in their order, and stores it.
+template <int kGroups, int kWidth, bool kWarpRow>
+__device__ inline void store_partial(float* partial, float* shared, float (&sum)[kGroups][kWidth],
+                                     int C, int thread, int team) {
+    if constexpr (kWarpRow) {
+        for (int w = 0; w < kLayernormWarps; ++w) {
+            __syncthreads();
+            if (static_cast<int>(threadIdx.x) / kWarpSize != w) continue;
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+                for (int k = 0; k < kWidth; ++k) {
+                    // Transposed, so that the lanes hit different banks.
+                    float* place = shared + (g * kWidth + k) * kWarpSize + thread;
+                    *place = w == 0 ? sum[g][k] : *place + sum[g][k];
+                    sum[g][k] = *place;
+                }
+            }
+        }
+        if (static_cast<int>(threadIdx.x) / kWarpSize != kLayernormWarps - 1) return;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+            const int column = (g * team + thread) * kWidth + k;
+            if (column < C) partial[column] = sum[g][k];
+        }
+    }
+}
+
+// 512 for blocks that are smaller holds them to 128 registers a thread.
+constexpr int layernorm_launch_bound(int columns, bool warp_row, bool vector) {
+    if (warp_row) return kLayernormThreads;
+    return vector && columns == 8 ? 512 : kLayernormMaxBlock;
+}
+
+// With n = (inp - mean) * rstd and g = weight * dout:
+// dinp = (g - average(g) - n * average(g * n)) * rstd. A team takes kRows rows at a time, so that
+// there are loads enough in flight and a barrier serves several rows. Spelt in single operations,
+// so that both versions of kVector round alike.
+template <class T, int kColumns, bool kWarpRow, int kRows, bool kVector>
+__global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVector),
+                                  kVector&& kWarpRow && sizeof(T) == 2 ? 2 : 1)
+    layernorm_backward_kernel(LayernormBackward<T> p) {
+    using Tile = RowTile<T, kColumns>;
+    constexpr int kWidth = Tile::kWidth, kGroups = Tile::kGroups;
+    // With 32 columns the sums take all registers: the row is then read twice, from the cache the
+    // second time.
+    constexpr bool kKeep = kColumns < 32;
+    __shared__ float shared[kWarpRow ? kColumns * kWarpSize : 2 * 2 * kRows * 16];
+    const int team = kWarpRow ? kWarpSize : blockDim.x;
+    const int thread = kWarpRow ? threadIdx.x % kWarpSize : threadIdx.x;
+    const unsigned row_team =
+        kWarpRow ? blockIdx.x * kLayernormWarps + threadIdx.x / kWarpSize : blockIdx.x;
+    const unsigned step = kRows * (kWarpRow ? kLayernormWarps : 1) * gridDim.x;
+    const unsigned rows = p.rows;
+    const float per_channel = 1.0f / static_cast<float>(p.C);
+
+    float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {};
+    int turn = 0;
+    for (unsigned row = kRows * row_team; row < rows; row += step, turn ^= 1) {
+        Tile inp[kRows], dout[kRows], dinp[kRows];
+        float mean[kRows], rstd[kRows], sums[2 * kRows] = {};
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            // A row too many counts as empty: what it reads is 0, and it adds and stores nothing.
+            const bool exists = row + r < rows;
+            const int width = exists ? p.C : 0;
+            const size_t first = size_t{row + r} * p.C;
+            if constexpr (kKeep) {
+                inp[r].load(p.inp + first, width, thread, team, kVector);
+                dout[r].load(p.dout + first, width, thread, team, kVector);
+                if (p.add_to_dinp) dinp[r].load(p.dinp + first, width, thread, team, kVector);
+            }
+            mean[r] = exists ? p.mean[row + r] : 0.0f;
+            rstd[r] = exists ? p.rstd[row + r] : 0.0f;
+        }
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth;
+            float w[kWidth];
+            unpack(w, load_group(p.weight + column, p.C - column, kVector));
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const int count = row + r < rows ? p.C - column : 0;
+                const size_t first = size_t{row + r} * p.C + column;
+                float x[kWidth], d[kWidth];
+                unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
+                unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
+#pragma unroll
+                for (int k = 0; k < kWidth; ++k) {
+                    const float n = __fmul_rn(__fsub_rn(x[k], mean[r]), rstd[r]);
+                    const float gradient = __fmul_rn(w[k], d[k]);
+                    dweight[g][k] = __fmaf_rn(d[k], n, dweight[g][k]);
+                    dbias[g][k] = __fadd_rn(dbias[g][k], d[k]);
+                    sums[2 * r] = __fadd_rn(sums[2 * r], gradient);
+                    sums[2 * r + 1] = __fmaf_rn(gradient, n, sums[2 * r + 1]);
+                }
+                if constexpr (kKeep) {
+                    unpack_again(inp[r].group[g]);
+                    unpack_again(dout[r].group[g]);
+                }
+            }
+        }
+        team_sum<kWarpRow>(sums, shared + (kWarpRow ? 0 : turn * 2 * kRows * 16));
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth;
+            float w[kWidth];
+            unpack(w, load_group(p.weight + column, p.C - column, kVector));
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const int count = row + r < rows ? p.C - column : 0;
+                const size_t first = size_t{row + r} * p.C + column;
+                const float mean_g = __fmul_rn(sums[2 * r], per_channel);
+                const float mean_gn = __fmul_rn(sums[2 * r + 1], per_channel);
+                float x[kWidth], d[kWidth];
+                unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
+                unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
+#pragma unroll
+                for (int k = 0; k < kWidth; ++k) {
+                    const float n = __fmul_rn(__fsub_rn(x[k], mean[r]), rstd[r]);
+                    const float centred = __fmaf_rn(w[k], d[k], -mean_g);
+                    x[k] = __fmul_rn(__fmaf_rn(-n, mean_gn, centred), rstd[r]);
+                }
+                if (p.add_to_dinp) {
+                    unpack(d,
+                           kKeep ? dinp[r].group[g] : load_group(p.dinp + first, count, kVector));
+#pragma unroll
+                    for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
+                }
+                store_group(p.dinp + first, pack<T>(x), count, kVector);
+            }
+        }
+    }
+    float* partial = p.partial + size_t{2} * blockIdx.x * p.C;
+    store_partial<kGroups, kWidth, kWarpRow>(partial, shared, dweight, p.C, thread, team);
+    store_partial<kGroups, kWidth, kWarpRow>(partial + p.C, shared, dbias, p.C, thread, team);
+}
+
+// dweight and dbias from the parts: eight stretches of parts in double, then these in order.
+template <class G>
+__global__ void __launch_bounds__(kLayernormThreads)
+    layernorm_add_parts_kernel(G* dweight, G* dbias, const float* partial, int parts, int C,
+                               bool accumulate) {
+    __shared__ double sums[kLayernormWarps][kWarpSize];
+    const int lane = threadIdx.x % kWarpSize, stretch = threadIdx.x / kWarpSize;
+    const int column = blockIdx.x * kWarpSize + lane;  // of dweight and dbias side by side
+    const int share = ceil_div(parts, kLayernormWarps);
+    double sum = 0.0;
+    if (column < 2 * C) {
+        const int end = min(parts, (stretch + 1) * share);
+#pragma unroll 8
+        for (int part = stretch * share; part < end; ++part) {
+            sum += static_cast<double>(partial[size_t{2} * part * C + column]);
+        }
+    }
+    sums[stretch][lane] = sum;
+    __syncthreads();
+    if (stretch > 0 || column >= 2 * C) return;
+    for (int s = 1; s < kLayernormWarps; ++s) sum += sums[s][lane];
+    G* gradient = column < C ? dweight + column : dbias + (column - C);
+    if (accumulate) sum += static_cast<double>(widen(*gradient));
+    *gradient = narrow<G>(static_cast<float>(sum));
+}
+
+// ============================================================================
+// launchers
+
+inline void check_layernorm_shape(const char* launcher, int rows, int C) {
+    cpu::require_positive(launcher, {{"rows", rows}, {"C", C}});
+    if (C > kLayernormMaxChannels) {
+        throw Error(format("%s: C is %d, must be at most %d", launcher, C, kLayernormMaxChannels));
+    }
+}
+
+// Threads of a block that has a row to itself.
+inline int layernorm_block(int C, int columns) {
+    return ceil_div(ceil_div(C, columns), kWarpSize) * kWarpSize;
+}
+
+template <class T, int kColumns, bool kWarpRow, bool kFused>
+void launch_layernorm_forward(const LayernormForward<T>& p, cudaStream_t stream) {
+    const int threads = kWarpRow ? kLayernormThreads : layernorm_block(p.C, kColumns);
+    const int blocks = kWarpRow ? ceil_div(p.rows, kLayernormWarps) : p.rows;
+    layernorm_forward_kernel<T, kColumns, kWarpRow, kFused><<<blocks, threads, 0, stream>>>(p);
+    launch_check();
+}
+
+// The kernel is chosen by C alone.
+template <bool kFused, class T>
+void layernorm_forward_any(const LayernormForward<T>& p, cudaStream_t stream) {
+    if (p.C <= 8 * kWarpSize) return launch_layernorm_forward<T, 8, true, kFused>(p, stream);
+    if (p.C <= 24 * kWarpSize) return launch_layernorm_forward<T, 24, true, kFused>(p, stream);
+    if (p.C <= 64 * kWarpSize) return launch_layernorm_forward<T, 64, true, kFused>(p, stream);
+    launch_layernorm_forward<T, 32, false, kFused>(p, stream);
+}
+
+// out (rows,C) = (inp - mean) * rstd * weight + bias; mean and rstd (rows) are of each row. Throws
+// Error for a C above kLayernormMaxChannels.
+inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp,
+                              const floatX* weight, const floatX* bias, int rows, int C,
+                              cudaStream_t stream) {
+    check_layernorm_shape("layernorm_forward", rows, C);
+    const bool vector =
+        C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, inp, weight, bias);
+    layernorm_forward_any<false, floatX>(
+        {nullptr, out, mean, rstd, inp, nullptr, weight, bias, rows, C, vector}, stream);
+}
+
+// residual (rows,C) = a + b, rounded to floatX, then layernorm_forward on that, with the same bits.
+// residual may be a.
+inline void fused_residual_layernorm_forward(floatX* residual, floatX* out, float* mean,
+                                             float* rstd, const floatX* a, const floatX* b,
+                                             const floatX* weight, const floatX* bias, int rows,
+                                             int C, cudaStream_t stream) {
+    check_layernorm_shape("fused_residual_layernorm_forward", rows, C);
+    const bool vector =
+        C % Packed128<floatX>::kSize == 0 && all_aligned(16, residual, out, a, b, weight, bias);
+    layernorm_forward_any<true, floatX>(
+        {residual, out, mean, rstd, a, b, weight, bias, rows, C, vector}, stream);
+}
+
+// How many parts dweight and dbias are summed in, for any GPU: 264 blocks are two for each of an
+// H200's multiprocessors, which is what fits there at 128 registers a thread.
+inline int layernorm_backward_parts(int rows, int C) {
+    if (C <= 24 * kWarpSize) return std::min(264, ceil_div(rows, kLayernormWarps));
+    const bool narrow = C <= 1024;  // a block of 128 threads
+    return std::min(narrow ? 528 : 264, ceil_div(rows, C <= 8 * kLayernormMaxBlock ? 4 : 1));
+}
+
+// Bytes of scratch for layernorm_backward.
+inline size_t layernorm_backward_scratch_bytes(int rows, int C) {
+    check_layernorm_shape("layernorm_backward", rows, C);
+    return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 2 * C * sizeof(float);
+}
+
+template <class T, int kColumns, bool kWarpRow, int kRows>
+void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
+    const int threads = kWarpRow ? kLayernormThreads : layernorm_block(p.C, kColumns);
+    if (p.vector) {
+        layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, true>
+            <<<parts, threads, 0, stream>>>(p);
+    } else {
+        layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, false>
+            <<<parts, threads, 0, stream>>>(p);
+    }
+    launch_check();
+}
+
+// dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`.
+// Throws Error for a C above kLayernormMaxChannels.
+inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, const floatX* dout,
+                               const floatX* inp, const floatX* weight, const float* mean,
+                               const float* rstd, void* scratch, int rows, int C, bool add_to_dinp,
+                               bool accumulate, cudaStream_t stream) {
+    check_layernorm_shape("layernorm_backward", rows, C);
+    float* partial = static_cast<float*>(scratch);  // (parts, 2, C)
+    const bool vector =
+        C % Packed128<floatX>::kSize == 0 && all_aligned(16, dinp, dout, inp, weight);
+    const LayernormBackward<floatX> p = {dinp, partial, dout, inp,         weight, mean,
+                                         rstd, rows,    C,    add_to_dinp, vector};
+    const int parts = layernorm_backward_parts(rows, C);
+    constexpr int kBlockRows = sizeof(floatX) == 2 ? 4 : 2;
+    if (C <= 8 * kWarpSize) {
+        launch_layernorm_backward<floatX, 8, true, 1>(p, parts, stream);
+    } else if (C <= 24 * kWarpSize) {
+        launch_layernorm_backward<floatX, 24, true, 1>(p, parts, stream);
+    } else if (C <= 8 * kLayernormMaxBlock) {
+        launch_layernorm_backward<floatX, 8, false, kBlockRows>(p, parts, stream);
+    } else {
+        launch_layernorm_backward<floatX, 32, false, 1>(p, parts, stream);
+    }
+    layernorm_add_parts_kernel<<<ceil_div(2 * C, kWarpSize), kLayernormThreads, 0, stream>>>(
+        dweight, dbias, partial, parts, C, accumulate);
+    launch_check();
+}
+
+}  // namespace llmc

@@ -1,0 +1,96 @@
+// The node of the gradients' reduction tree.
+//
+// Bound by memory: reads two gradients and writes one, 6 bytes an element in bf16.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llmc/cpu/blocks.h"
+#include "llmc/cuda_utils.cuh"
+#include "llmc/step_state.h"
+
+namespace llmc {
+
+// a + b, rounded to nearest even; the one place where the GPU adds two slots' gradients. For bf16
+// the sum is rounded to fp32 first, which changes nothing (cpu/tree.h says why). A NaN is 0x7fff in
+// bf16 and 0x7fffffff in fp32.
+template <class G>
+__device__ inline G tree_node(G a, G b) {
+    return narrow<G>(__fadd_rn(widen(a), widen(b)));
+}
+
+// ============================================================================
+// kernels
+
+constexpr int kTreeThreads = 256;
+constexpr int kTreeBlocks = 8;   // a multiprocessor
+constexpr int kTreeVectors = 2;  // of each operand, in flight in a thread
+template <class G>
+constexpr int kTreePiece = kTreeThreads* kTreeVectors* Packed128<G>::kSize;
+
+template <class G>
+__device__ inline Packed128<G> tree_node(const Packed128<G>& a, const Packed128<G>& b) {
+    float x[Packed128<G>::kSize], y[Packed128<G>::kSize];
+    unpack(x, a);
+    unpack(y, b);
+#pragma unroll
+    for (int k = 0; k < Packed128<G>::kSize; ++k) x[k] = __fadd_rn(x[k], y[k]);
+    return pack<G>(x);
+}
+
+template <class G>
+__global__ void __launch_bounds__(kTreeThreads)
+    tree_add_kernel(const TreeRange<G>* ranges, int num_ranges, size_t max_count) {
+    extern __shared__ uint32_t ends[];
+    constexpr int kPiece = kTreePiece<G>, kWidth = Packed128<G>::kSize;
+    number_pieces(ends, num_ranges, [&](int i) {
+        return static_cast<uint32_t>(ceil_div<size_t>(min(ranges[i].count, max_count), kPiece));
+    });
+    for (uint32_t piece = blockIdx.x; piece < ends[num_ranges - 1]; piece += gridDim.x) {
+        const int i = run_of_piece(ends, num_ranges, piece);
+        const TreeRange<G> range = ranges[i];
+        const size_t count = min(range.count, max_count);
+        const size_t begin = static_cast<size_t>(piece - (i > 0 ? ends[i - 1] : 0)) * kPiece;
+        if (begin + kPiece <= count && all_aligned(16, range.out, range.a, range.b)) {
+            Packed128<G> a[kTreeVectors], b[kTreeVectors];
+#pragma unroll
+            for (int j = 0; j < kTreeVectors; ++j) {
+                const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
+                a[j] = load128_streaming(range.a + k);
+                b[j] = load128_streaming(range.b + k);
+            }
+#pragma unroll
+            for (int j = 0; j < kTreeVectors; ++j) {
+                const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
+                store128_streaming(range.out + k, tree_node(a[j], b[j]));
+            }
+            continue;
+        }
+        const size_t end = min(count, begin + kPiece);
+        for (size_t k = begin + threadIdx.x; k < end; k += kTreeThreads) {
+            range.out[k] = tree_node(range.a[k], range.b[k]);
+        }
+    }
+}
+
+// ============================================================================
+// launchers
+
+// out = tree_node(a, b) over each range. `ranges` TreeRange<gradX>[num_ranges] in device memory;
+// `max_count` the largest count. out may be a or b, but not overlap them otherwise. Throws Error
+// for a negative num_ranges and for a null table.
+inline void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_count,
+                     cudaStream_t stream) {
+    cpu::check_table("tree_add", ranges, num_ranges);
+    if (num_ranges == 0 || max_count == 0) return;
+    for_each_table_launch(num_ranges, max_count, kTreePiece<gradX>, kTreeBlocks,
+                          [&](int first, int count, unsigned blocks) {
+                              tree_add_kernel<gradX>
+                                  <<<blocks, kTreeThreads, count * sizeof(uint32_t), stream>>>(
+                                      ranges + first, count, max_count);
+                              launch_check();
+                          });
+}
+
+}  // namespace llmc
