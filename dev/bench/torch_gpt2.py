@@ -114,7 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5, help="steps left out of the median")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--exact-vocab", action="store_true", help="leave padding out of the softmax")
+    parser.add_argument("--exact-vocab", action="store_true", help="no padding in the softmax")
     parser.add_argument("--json", type=Path, help="write figures and losses here")
     args = parser.parse_args()
     if args.total % (args.batch * args.seq) != 0 or args.steps <= args.warmup:

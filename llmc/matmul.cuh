@@ -1,0 +1,347 @@
+// Matrix products of a linear layer, through cuBLASLt, and the gradient of its bias.
+//
+//   forward   out (rows,OC)  = inp (rows,C) weight (OC,C)^T + bias      2 rows C OC flops
+//   input     dinp (rows,C)  = dout (rows,OC) weight                    2 rows C OC flops
+//   weight    dweight (OC,C) = dout^T inp, dbias (OC) = sum of rows     2 rows C OC flops
+//
+// The products are bound by the tensor cores' rate, the bias gradient by reading dout once.
+//
+// cuBLASLt's matrices are stored by columns, and a matrix stored by rows is its transpose stored by
+// columns. So each product is asked for transposed, with the factors the other way round: its m
+// counts our columns. Descriptors, layouts and the algorithm are made once for each kind of product.
+// The algorithm is the first that the library's heuristic names for a workspace of fixed size: it
+// depends on shape, alignment, library and GPU, never on timing or free memory.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <tuple>
+
+#include "llmc/cpu/shapes.h"
+#include "llmc/cuda_common.h"
+#include "llmc/cuda_utils.cuh"
+#include "llmc/memory_plan.h"
+#include "llmc/precision.h"
+
+namespace llmc {
+
+// Throws Error naming the call's place when a cuBLASLt call did not succeed.
+inline void cublas_check(cublasStatus_t status, const char* file = __builtin_FILE(),
+                         int line = __builtin_LINE()) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw Error(format("cuBLASLt error %s at %s:%d", cublasLtGetStatusString(status), file, line));
+}
+
+// ============================================================================
+// kernels
+
+namespace matmul_detail {
+
+// The bias gradient's rows are cut into at most kBiasParts parts of whole multiples of kBiasRows
+// rows, a cut that depends on the number of rows alone.
+constexpr int kBiasWarps = 16;
+constexpr int kBiasRows = 128;
+constexpr int kBiasParts = 64;
+
+inline int bias_rows_per_part(int rows) {
+    return ceil_div(ceil_div(rows, kBiasParts), kBiasRows) * kBiasRows;
+}
+inline int bias_parts(int rows) {
+    return ceil_div(rows, bias_rows_per_part(rows));
+}
+
+// partial (parts,OC): sums of each part's rows. A warp covers 32 * kVector neighbouring columns of
+// one row; the block's warps take rows in turn, and their sums are added in the order of the warps.
+template <int kVector>
+__global__ void __launch_bounds__(kWarpSize* kBiasWarps)
+    bias_partial_kernel(float* partial, const floatX* dout, int rows, int OC, int rows_per_part) {
+    constexpr int kColumns = kWarpSize * kVector;
+    __shared__ float shared[kBiasWarps][kColumns];
+    const int lane = threadIdx.x, warp = threadIdx.y;
+    const int column = blockIdx.x * kColumns + lane * kVector;
+    const int first = blockIdx.y * rows_per_part;
+    const int last = min(rows, first + rows_per_part);
+    float sums[kVector] = {};
+    if (column < OC) {
+#pragma unroll 4
+        for (int row = first + warp; row < last; row += kBiasWarps) {
+            const floatX* from = dout + static_cast<size_t>(row) * OC + column;
+            if constexpr (kVector > 1) {
+                float values[kVector];
+                unpack(values, load128(from));
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) sums[i] += values[i];
+            } else {
+                sums[0] += widen(*from);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) shared[warp][lane * kVector + i] = sums[i];
+    __syncthreads();
+    for (int c = warp * kWarpSize + lane; c < kColumns; c += kWarpSize * kBiasWarps) {
+        const int out = blockIdx.x * kColumns + c;
+        if (out >= OC) continue;
+        float sum = 0.0f;
+        for (int w = 0; w < kBiasWarps; ++w) sum += shared[w][c];
+        partial[static_cast<size_t>(blockIdx.y) * OC + out] = sum;
+    }
+}
+
+// dbias = (old +) the parts in order, rounded once.
+template <class G>
+__global__ void bias_sum_kernel(G* dbias, const float* partial, int parts, int OC,
+                                bool accumulate) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= OC) return;
+    float sum = accumulate ? widen(dbias[column]) : 0.0f;
+    for (int p = 0; p < parts; ++p) sum += partial[static_cast<size_t>(p) * OC + column];
+    dbias[column] = narrow<G>(sum);
+}
+
+constexpr int kBiasRowsThreads = 256;
+
+// out (rows,OC) = bias (OC) in every row.
+template <class T>
+__global__ void bias_rows_kernel(T* out, const T* bias, size_t count, int OC) {
+    const size_t i = blockIdx.x * static_cast<size_t>(kBiasRowsThreads) + threadIdx.x;
+    if (i < count) out[i] = bias[i % OC];
+}
+
+// ============================================================================
+// cuBLASLt
+
+template <class T>
+constexpr cudaDataType_t data_type() {
+    return sizeof(T) == 4 ? CUDA_R_32F : CUDA_R_16BF;
+}
+
+// Everything that a product's descriptors and algorithm depend on; m, n and k as cuBLASLt has them.
+struct ProductKey {
+    int m, n, k;
+    bool transpose_a, transpose_b;
+    bool bias, accumulate;
+    bool wide_result;  // fp32, whatever the factors are
+    bool tf32;
+    bool aligned;  // every pointer is a multiple of 16 bytes
+
+    auto tie() const {
+        return std::tie(m, n, k, transpose_a, transpose_b, bias, accumulate, wide_result, tf32,
+                        aligned);
+    }
+    bool operator<(const ProductKey& other) const { return tie() < other.tie(); }
+};
+
+struct Product {
+    cublasLtMatmulDesc_t desc = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
+    cublasLtMatmulAlgo_t algo{};
+};
+
+// What lasts from product to product. The workspace serves one stream at a time.
+struct CublasLt {
+    static constexpr size_t kWorkspaceBytes = size_t{64} << 20;
+
+    cublasLtHandle_t handle = nullptr;   // made for the first product
+    unsigned char* workspace = nullptr;  // where a memory plan has put it
+    DeviceBuffer<unsigned char> own_workspace;
+    bool tf32 = true;
+    std::map<ProductKey, Product> products;
+};
+
+inline CublasLt& cublaslt() {
+    static CublasLt* instance = new CublasLt;  // never deleted: at exit, CUDA may be gone before it
+    return *instance;
+}
+
+template <class Value>
+void set_attribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute,
+                   const Value& value) {
+    cublas_check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)));
+}
+
+inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* product) {
+    cublasLtMatmulPreference_t preference;
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
+    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+        cublas_check(
+            cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CublasLt::kWorkspaceBytes);
+    // Parts of a sum are added in fp32: one rounding to the result, and no order left to chance.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    const uint32_t factors = key.aligned ? 16 : sizeof(floatX);
+    const uint32_t result = key.aligned ? 16 : key.wide_result ? sizeof(float) : sizeof(floatX);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, factors);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, factors);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, result);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, result);
+    cublasLtMatmulHeuristicResult_t found{};
+    int count = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(lt.handle, product->desc, product->a, product->b, product->d,
+                                       product->d, preference, 1, &found, &count);
+    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+        throw Error(format("cuBLASLt %zu has no algorithm for m %d, n %d, k %d in %s (%s)",
+                           cublasLtGetVersion(), key.m, key.n, key.k, kPrecisionName,
+                           cublasLtGetStatusString(status)));
+    }
+    product->algo = found.algo;
+}
+
+// `bias` is any pointer that is aligned like those to come: the heuristic looks at it.
+inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bias) {
+    Product product;
+    const cublasComputeType_t compute =
+        key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublas_check(cublasLtMatmulDescCreate(&product.desc, compute, CUDA_R_32F));
+    const cublasOperation_t transpose = CUBLAS_OP_T, plain = CUBLAS_OP_N;
+    set_attribute(product.desc, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? transpose : plain);
+    set_attribute(product.desc, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? transpose : plain);
+    if (key.bias) {
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type<floatX>());
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    // A matrix of `rows` by `columns` as cuBLASLt has them, without gaps.
+    const auto layout = [](cudaDataType_t type, int rows, int columns) {
+        cublasLtMatrixLayout_t made = nullptr;
+        cublas_check(cublasLtMatrixLayoutCreate(&made, type, rows, columns, rows));
+        return made;
+    };
+    const cudaDataType_t narrow = data_type<floatX>(), wide = data_type<float>();
+    product.a = key.transpose_a ? layout(narrow, key.k, key.m) : layout(narrow, key.m, key.k);
+    product.b = key.transpose_b ? layout(narrow, key.n, key.k) : layout(narrow, key.k, key.n);
+    product.d = layout(key.wide_result ? wide : narrow, key.m, key.n);
+    choose_algorithm(lt, key, &product);
+    return product;
+}
+
+// d (m,n) = op(a) op(b) + bias (m), or d += op(a) op(b), as cuBLASLt has them. bias may be null.
+template <class D>
+void multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, ProductKey key,
+              cudaStream_t stream) {
+    CublasLt& lt = cublaslt();
+    if (lt.handle == nullptr) cublas_check(cublasLtCreate(&lt.handle));
+    unsigned char* workspace = lt.workspace;
+    if (workspace == nullptr) {
+        if (lt.own_workspace.get() == nullptr) {
+            lt.own_workspace = DeviceBuffer<unsigned char>(CublasLt::kWorkspaceBytes);
+        }
+        workspace = lt.own_workspace.get();
+    }
+    key.bias = bias != nullptr;
+    key.wide_result = sizeof(D) == sizeof(float);
+    key.tf32 = sizeof(floatX) == sizeof(float) && lt.tf32;
+    key.aligned = all_aligned(16, d, a, b, bias);
+    auto place = lt.products.find(key);
+    if (place == lt.products.end()) {
+        place = lt.products.emplace(key, make_product(lt, key, bias)).first;
+    }
+    const Product& product = place->second;
+    if (key.bias) set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    const float alpha = 1.0f, beta = key.accumulate ? 1.0f : 0.0f;
+    cublas_check(cublasLtMatmul(lt.handle, product.desc, &alpha, a, product.a, b, product.b, &beta,
+                                d, product.d, d, product.d, &product.algo, workspace,
+                                CublasLt::kWorkspaceBytes, stream));
+}
+
+}  // namespace matmul_detail
+
+// ============================================================================
+// launchers
+
+// Whether fp32 products may round their factors to TF32 (-f). True until this is called.
+inline void matmul_allow_tf32(bool allow) {
+    matmul_detail::cublaslt().tf32 = allow;
+}
+
+// Adds to a memory plan what cuBLASLt works in, which all products share. Without a plan, the first
+// product allocates it. A plan's memory must not go before matmul_forget_workspace().
+inline void matmul_plan_workspace(MemoryPlan* memory) {
+    memory->add("scratch", "of cuBLASLt", &matmul_detail::cublaslt().workspace,
+                matmul_detail::CublasLt::kWorkspaceBytes);
+}
+inline void matmul_forget_workspace() {
+    matmul_detail::cublaslt().workspace = nullptr;
+}
+
+// out (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null. Sums in fp32, one
+// rounding to floatX.
+inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
+                           int rows, int C, int OC, cudaStream_t stream) {
+    cpu::require_positive("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    matmul_detail::ProductKey key{};
+    key.m = OC;
+    key.n = rows;
+    key.k = C;
+    key.transpose_a = true;
+    // cuBLASLt adds a bias in passing where everything is a multiple of 16 bytes. Elsewhere its
+    // heuristic may name kernels that fault on the bias, so the bias is there before the product.
+    constexpr int kWidth = Packed128<floatX>::kSize;
+    const bool passing =
+        C % kWidth == 0 && OC % kWidth == 0 && all_aligned(16, out, inp, weight, bias);
+    if (bias != nullptr && !passing) {
+        const size_t count = static_cast<size_t>(rows) * OC;
+        const unsigned blocks = ceil_div<size_t>(count, matmul_detail::kBiasRowsThreads);
+        matmul_detail::bias_rows_kernel<<<blocks, matmul_detail::kBiasRowsThreads, 0, stream>>>(
+            out, bias, count, OC);
+        launch_check();
+        bias = nullptr;
+        key.accumulate = true;
+    }
+    matmul_detail::multiply(out, weight, inp, bias, key, stream);
+}
+
+// dinp (rows,C) = dout (rows,OC) * weight (OC,C), overwriting.
+inline void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int rows,
+                                  int C, int OC, cudaStream_t stream) {
+    cpu::require_positive("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    matmul_detail::ProductKey key{};
+    key.m = C;
+    key.n = rows;
+    key.k = OC;
+    const floatX* no_bias = nullptr;
+    matmul_detail::multiply(dinp, weight, dout, no_bias, key, stream);
+}
+
+inline size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {
+    return static_cast<size_t>(matmul_detail::bias_parts(rows)) * OC * sizeof(float);
+}
+
+// dweight (OC,C) = dout (rows,OC)^T * inp (rows,C); dbias (OC) = the sum over the rows of dout, and
+// may be null. With `accumulate` the old values enter the sums before their one rounding to gradX.
+inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* dout,
+                                   const floatX* inp, void* scratch, int rows, int C, int OC,
+                                   bool accumulate, cudaStream_t stream) {
+    using namespace matmul_detail;
+    cpu::require_positive("matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    if (dbias != nullptr) {
+        float* partial = static_cast<float*>(scratch);
+        constexpr int kWidth = Packed128<floatX>::kSize;
+        const bool vector = OC % kWidth == 0 && all_aligned(16, dout);
+        const dim3 grid(ceil_div(OC, kWarpSize * (vector ? kWidth : 1)), bias_parts(rows));
+        const dim3 block(kWarpSize, kBiasWarps);
+        const auto kernel = vector ? bias_partial_kernel<kWidth> : bias_partial_kernel<1>;
+        kernel<<<grid, block, 0, stream>>>(partial, dout, rows, OC, bias_rows_per_part(rows));
+        launch_check();
+        bias_sum_kernel<<<ceil_div(OC, 128), 128, 0, stream>>>(dbias, partial, bias_parts(rows), OC,
+                                                               accumulate);
+        launch_check();
+    }
+    ProductKey key{};
+    key.m = C;
+    key.n = OC;
+    key.k = rows;
+    key.transpose_b = true;
+    key.accumulate = accumulate;
+    const floatX* no_bias = nullptr;
+    multiply(dweight, inp, dout, no_bias, key, stream);
+}
+
+}  // namespace llmc

@@ -1,0 +1,147 @@
+"""The CUDA build, as far as it goes without a GPU: what make would do, and what the program says.
+
+The second part needs build/cuda-*/train_gpt2cu (make train_gpt2cu); without one it is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import SHAPE, Trainer, Workplace, assert_refused, snapshot
+from test_build import install, make
+
+# ----------------------------------------------------------------------------------------- make
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> list[str]:
+    """Make variables for a CUDA toolkit with cuDNN and its front-end, none of which is real."""
+    install(tmp_path, "cublasLt.h", "cublasLt")
+    install(tmp_path, "cudnn.h", "cudnn")
+    install(tmp_path, "cudnn_frontend.h", "cudnn_frontend")
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    paths = [f"{name}={tmp_path}" for name in ("CUDA_HOME", "CUDNN_PATH", "CUDNN_FRONTEND_PATH")]
+    return ["-n", "-B", "REPORT=0", "GPU_ARCH=90", "USE_CUDNN=", *paths]
+
+
+def compile_line(arguments: list[str], source: str = "train_gpt2.cu") -> str:
+    """The line by which make would compile a file."""
+    result = make(*arguments, "train_gpt2cu")
+    assert result.returncode == 0, result.stderr
+    (line,) = re.findall(rf"^\S+/nvcc .* {re.escape(source)} .*$", result.stdout, re.MULTILINE)
+    return line
+
+
+def refusal(arguments: list[str]) -> str:
+    """The one line with which make stops."""
+    result = make(*arguments, "train_gpt2cu")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_cudnn_is_used_where_it_and_its_front_end_are_found(
+    toolkit: list[str], tmp_path: Path
+) -> None:
+    with_cudnn = compile_line(toolkit)
+    assert "-DLLMC_CUDNN" in with_cudnn and "cudnn_att.o" in with_cudnn
+    assert f"-rpath,{tmp_path}/lib" in with_cudnn, "cuDNN is opened at run time"
+    assert "cuda-bf16-cudnn/train_gpt2cu" in with_cudnn
+    for without in (["USE_CUDNN=0"], ["PRECISION=FP32"]):
+        line = compile_line([*toolkit, *without])
+        assert "LLMC_CUDNN" not in line and "cudnn_att.o" not in line, without
+    (tmp_path / "include" / "cudnn_frontend.h").unlink()
+    assert "LLMC_CUDNN" not in compile_line(toolkit)
+
+
+def test_cudnn_that_cannot_be_had_is_one_line(toolkit: list[str], tmp_path: Path) -> None:
+    line = refusal([*toolkit, "USE_CUDNN=1", "PRECISION=FP32"])
+    assert "USE_CUDNN=1" in line and "PRECISION=BF16" in line
+    (tmp_path / "include" / "cudnn_frontend.h").unlink()
+    assert "cuDNN front-end: not found" in refusal([*toolkit, "USE_CUDNN=1"])
+    (tmp_path / "include" / "cudnn.h").unlink()
+    assert "cuDNN: not found" in refusal([*toolkit, "USE_CUDNN=1"])
+
+
+def test_cudnns_object_does_not_depend_on_how_the_rest_is_built(toolkit: list[str]) -> None:
+    lines = {
+        compile_line([*toolkit, *more], "llmc/cudnn_att.cpp")
+        for more in ([], ["GRAD_PRECISION=FP32"], ["GPU_ARCH=80 90"], ["NO_USE_MPI="])
+    }
+    assert len(lines) == 1 and "-O1" in lines.pop()
+
+
+@pytest.mark.parametrize("arch", ["70", "75", "90 75"])
+def test_bf16_for_a_gpu_that_has_none_is_one_line(toolkit: list[str], arch: str) -> None:
+    line = refusal([*toolkit, f"GPU_ARCH={arch}"])
+    assert f"sm_{arch.split()[-1]}" in line and "PRECISION=FP32" in line
+    assert f"sm_{arch.split()[-1]}" in compile_line(
+        [*toolkit, f"GPU_ARCH={arch}", "PRECISION=FP32"])
+
+
+@pytest.mark.parametrize(
+    "answer, expected",
+    [("exit 1", ["80", "90"]), ("printf '9.0\\n9.0\\n'", ["90"]), ("echo 8.6", ["86"])],
+    ids=["no GPU", "two of a kind", "another"],
+)
+def test_the_gpu_at_hand_decides_what_is_compiled_for(
+    toolkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str,
+    expected: list[str],
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    line = compile_line([*toolkit, "GPU_ARCH="])
+    assert re.findall(r"code=sm_(\d+)", line) == expected
+
+
+# ---------------------------------------------------------------------------------- the program
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cuda" not in metafunc.fixturenames:
+        return
+    folder = Path(metafunc.config.getoption("--build-dir")).resolve()
+    found = sorted(folder.glob("cuda-*/train_gpt2cu"))
+    names = [path.parent.name for path in found]
+    metafunc.parametrize("cuda", found or [None], ids=names or ["none"], indirect=True)
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> Trainer:
+    """Each CUDA trainer that was built."""
+    if request.param is None:
+        pytest.skip("no build/cuda-*/train_gpt2cu")
+    precision = "fp32" if "fp32" in request.param.parent.name.split("-") else "bf16"
+    return Trainer(request.param, precision)
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_help_and_version_need_no_gpu(cuda: Trainer) -> None:
+    assert "Examples" in cuda.train(["--help"], env=NO_GPU).stdout
+    (line,) = cuda.train(["--version"], env=NO_GPU).stdout.splitlines()
+    assert f"precision {cuda.precision.upper()}" in line
+    assert ("FP32 gradients" in line) == ("gradfp32" in cuda.binary.parent.name)
+
+
+def test_bad_input_needs_no_gpu(cuda: Trainer, work: Workplace) -> None:
+    too_long = SHAPE.max_seq_len + 1
+    for flags, needle in (({"-b": 0}, "-b 0"), ({"-t": too_long}, f"-t {too_long}"),
+                          ({"-i": "missing.bin"}, "missing.bin")):
+        assert_refused(cuda.run(work.args({**flags, "-d": None}), env=NO_GPU), needle)
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(cuda: Trainer, work: Workplace) -> None:
+    before = snapshot(work.folder)
+    result = cuda.run(work.args({"-o": work.out}), env=NO_GPU)
+    assert_refused(result, "no GPU", "train_gpt2cpu")
+    assert snapshot(work.folder) == before
