@@ -11,6 +11,7 @@
 #   LOGS    folder for what the parts print (default build/gpu_check)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
+export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
 LOGS=${LOGS:-build/gpu_check}
 mkdir -p "$LOGS"
 parts=("$@")
