@@ -43,8 +43,9 @@
 //   matmul_backward_input(dinp (rows,C), dout (rows,OC), weight (OC,C), rows, C, OC, stream)
 //   matmul_backward_weight(dweight (OC,C), dbias (OC) or null, dout (rows,OC), inp (rows,C),
 //                          scratch, rows, C, OC, accumulate, stream)
-//       Products and sums in fp32, one rounding; with `accumulate` the old gradient enters the sum
-//       before that rounding.
+//       Products and sums in fp32, one rounding to nearest even; with `accumulate` the old gradient
+//       enters the sum before that rounding. Only dweight, with `accumulate` on the GPU, may be
+//       round(old + round(product)), both to G and nearest even: the library decides by shape.
 //   matmul_allow_tf32(allow), matmul_plan_workspace(memory), matmul_forget_workspace()
 //       Not launches: what the library behind the products may do, and the memory it works in. They
 //       do nothing on the CPU.

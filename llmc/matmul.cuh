@@ -11,6 +11,12 @@
 // counts our columns. Descriptors, layouts and the algorithm are made once for each kind of product.
 // The algorithm is the first that the library's heuristic names for a workspace of fixed size: it
 // depends on shape, alignment, library and GPU, never on timing or free memory.
+//
+// All sums are in fp32 and rounded once to nearest even, with one exception. Where gradX is bf16 and
+// dweight is added to, some of the library's kernels for sm_90 round the product to bf16 first and
+// the sum with the old gradient a second time; others, among them those that cut the sum into parts,
+// round once. Which one it is depends on what the choice of the algorithm depends on, so the bits
+// are the same in every run.
 #pragma once
 
 #include <cublasLt.h>
@@ -315,7 +321,8 @@ inline size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {
 }
 
 // dweight (OC,C) = dout (rows,OC)^T * inp (rows,C); dbias (OC) = the sum over the rows of dout, and
-// may be null. With `accumulate` the old values enter the sums before their one rounding to gradX.
+// may be null. With `accumulate` the old values enter the sums before their one rounding to gradX;
+// dweight's product may have been rounded to gradX before that (see the top of this file).
 inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* dout,
                                    const floatX* inp, void* scratch, int rows, int C, int OC,
                                    bool accumulate, cudaStream_t stream) {

@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "llmc/cpu/matmul.h"
@@ -68,6 +71,28 @@ std::vector<T> random_integers(size_t count, uint32_t stream) {
     }
     return values;
 }
+
+#if defined(LLMC_BF16) && !defined(LLMC_GRAD_FP32)
+std::vector<float> widen_all(const std::vector<floatX>& values) {
+    std::vector<float> wide(values.size());
+    for (size_t i = 0; i < values.size(); ++i) wide[i] = to_float(values[i]);
+    return wide;
+}
+
+uint32_t float_bits(float value) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+// The bf16 of these bits.
+floatX from_bits16(uint32_t bits) {
+    const auto low = static_cast<uint16_t>(bits);
+    floatX value;
+    std::memcpy(static_cast<void*>(&value), &low, sizeof(low));
+    return value;
+}
+#endif
 
 // One result, in device memory between guards, and what it should be.
 template <class T>
@@ -216,21 +241,93 @@ TEST_F(GpuMatmul, EqualsItsTwinAtRealShapes) {
     }
 }
 
-// With exact sums each result has one right value, which a second rounding, or a bias or an old
-// gradient added after the first, would miss.
+// With exact sums the right values are known to the bit.
+const Shape kExactShapes[] = {
+    {200, 48, 72}, {200, 50, 70}, {4200, 24, 31}, {40, 700, 600}, {2048, 64, 256},
+};
+
+// dweight after accumulation: the old gradient and the exact product, rounded once, or the product
+// rounded to gradX before. `once` is the twin's result, `product` the twin's without accumulation.
+struct AccumulatedValues {
+    std::vector<gradX> once, twice;
+
+    AccumulatedValues(std::vector<gradX> once, const std::vector<gradX>& old,
+                      const std::vector<gradX>& product)
+        : once(std::move(once)), twice(old.size()) {
+        for (size_t i = 0; i < old.size(); ++i) {
+            twice[i] = from_float<gradX>(to_float(old[i]) + to_float(product[i]));
+        }
+    }
+    // How many elements are neither of the two.
+    size_t wrong(const std::vector<gradX>& values) const {
+        size_t count = values.size() == once.size() ? 0 : 1;
+        for (size_t i = 0; i < std::min(values.size(), once.size()); ++i) {
+            count += !same_bits(&values[i], &once[i], 1) && !same_bits(&values[i], &twice[i], 1);
+        }
+        return count;
+    }
+};
+
+// A second rounding, or a bias or an old gradient added after the first, would miss the one right
+// value; accumulated weight gradients have two.
 TEST_F(GpuMatmul, RoundsTheExactSumOnce) {
-    for (const Shape& shape : {Shape{200, 48, 72}, Shape{200, 50, 70}, Shape{4200, 24, 31},
-                               Shape{40, 700, 600}, Shape{2048, 64, 256}}) {
+    for (const Shape& shape : kExactShapes) {
         SCOPED_TRACE(name_of(shape));
         Case c(shape, true);
-        c.run(true, true);
-        c.run_twins(true, true);
+        c.run(true, false);
+        c.run_twins(true, false);
+        const std::vector<gradX> product = c.dweight.twin;
         c.out.expect_same_bits(c.out.twin);
         c.dinp.expect_same_bits(c.dinp.twin);
-        c.dweight.expect_same_bits(c.dweight.twin);
+        c.dweight.expect_same_bits(product);
         c.dbias.expect_same_bits(c.dbias.twin);
+        c.run(true, true);
+        c.run_twins(true, true);
+        c.dbias.expect_same_bits(c.dbias.twin);
+        c.dweight.device.expect_guards_intact("dweight");
+        const AccumulatedValues right(c.dweight.twin, c.old_dweight, product);
+        EXPECT_EQ(right.wrong(c.dweight.device.download()), 0u) << "of " << product.size();
     }
 }
+
+#if defined(LLMC_BF16) && !defined(LLMC_GRAD_FP32)
+// What the test above accepts leaves no room for other roundings of the same sums.
+TEST_F(GpuMatmul, TheTwoRightSumsAreNeitherTruncatedNorStochastic) {
+    for (const Shape& shape : kExactShapes) {
+        SCOPED_TRACE(name_of(shape));
+        const size_t rows = shape.rows, C = shape.C, OC = shape.OC;
+        const auto inp = random_integers<floatX>(rows * C, 1);
+        const auto dout = random_integers<floatX>(rows * OC, 4);
+        const auto old = random_integers<gradX>(OC * C, 5);
+        std::vector<gradX> product(OC * C), once = old;
+        std::vector<float> exact(OC * C);
+        gradX* no_bias = nullptr;
+        float* no_wide_bias = nullptr;
+        cpu::matmul_backward_weight(product.data(), no_bias, dout.data(), inp.data(), nullptr,
+                                    shape.rows, shape.C, shape.OC, false, nullptr);
+        cpu::matmul_backward_weight(once.data(), no_bias, dout.data(), inp.data(), nullptr,
+                                    shape.rows, shape.C, shape.OC, true, nullptr);
+        const std::vector<float> wide_inp(widen_all(inp)), wide_dout(widen_all(dout));
+        cpu::matmul_backward_weight(exact.data(), no_wide_bias, wide_dout.data(), wide_inp.data(),
+                                    nullptr, shape.rows, shape.C, shape.OC, false, nullptr);
+        const AccumulatedValues right(once, old, product);
+        std::vector<gradX> truncated(OC * C), stochastic(OC * C);
+        for (size_t i = 0; i < exact.size(); ++i) {
+            const float sum = exact[i] + to_float(old[i]);
+            truncated[i] = from_bits16(float_bits(sum) >> 16);
+            const uint32_t noise = random_bits32(9, RandomPurpose::kTest, 0, i) & 0xffff;
+            stochastic[i] = from_bits16((float_bits(sum) + noise) >> 16);
+        }
+        EXPECT_EQ(right.wrong(right.once), 0u);
+        EXPECT_EQ(right.wrong(right.twice), 0u);
+        EXPECT_GT(right.wrong(truncated), exact.size() / 1000);
+        EXPECT_GT(right.wrong(stochastic), exact.size() / 1000);
+        std::vector<gradX> one_wrong = once;
+        one_wrong.back() = from_float<gradX>(to_float(once.back()) + 1000.0f);
+        EXPECT_EQ(right.wrong(one_wrong), 1u);
+    }
+}
+#endif
 
 TEST_F(GpuMatmul, TwoRunsGiveTheSameBits) {
     // Small outputs with long sums are what a library may cut and add up in any order.
