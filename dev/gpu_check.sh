@@ -9,6 +9,7 @@
 #
 #   CARRY   folder made by dev/gpu_carry.sh, where packages cannot be installed
 #   LOGS    folder for what the parts print (default build/gpu_check)
+#   COMMIT  what the programs say they were built from, where the tree came without git's history
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
@@ -20,6 +21,7 @@ summary=()
 failed=0
 
 variables=()
+[ -z "${COMMIT:-}" ] || variables+=("COMMIT=$COMMIT")
 if [ -n "${CARRY:-}" ]; then
     carry=$(realpath "$CARRY")
     variables+=("GTEST_PATH=$carry" "OPENBLAS_PATH=$carry" "CUDNN_FRONTEND_PATH=$carry")
@@ -81,9 +83,15 @@ build_rest() {
     return "$status"
 }
 
+# racecheck does not follow the asynchronous barriers by which cuBLAS's kernels for sm_90 (nvjet_...)
+# synchronise, and reports hazards in them. It leaves the library's kernels out, by parts of their
+# names that none of ours contains; memcheck checks all.
 sanitize() {
-    local tool=$1 program=$2
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" -i "$LOGS/tokens.bin" \
+    local tool=$1 program=$2 name exclude=()
+    if [ "$tool" = racecheck ]; then
+        for name in nvjet cublas cutlass; do exclude+=(--kernel-name-exclude "kns=$name"); done
+    fi
+    compute-sanitizer --tool "$tool" "${exclude[@]}" --error-exitcode 9 "$program" -i "$LOGS/tokens.bin" \
         -e custom:L2C64H2T64 -b 2 -t 64 -x 2 -v 0 -s 0
 }
 
@@ -98,7 +106,7 @@ for part in "${parts[@]}"; do
         build)
             # First what the others share: the object with the cuDNN front-end.
             step "build bf16" build PRECISION=BF16 train_gpt2cu gpu_tests &&
-                step "build fp32, own, wide" build_rest
+                step "build fp32 own wide" build_rest
             ;;
         test)
             for place in "$fp32" "$bf16" "$wide"; do
