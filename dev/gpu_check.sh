@@ -91,8 +91,8 @@ sanitize() {
     if [ "$tool" = racecheck ]; then
         for name in nvjet cublas cutlass; do exclude+=(--kernel-name-exclude "kns=$name"); done
     fi
-    compute-sanitizer --tool "$tool" "${exclude[@]}" --error-exitcode 9 "$program" -i "$LOGS/tokens.bin" \
-        -e custom:L2C64H2T64 -b 2 -t 64 -x 2 -v 0 -s 0
+    compute-sanitizer --tool "$tool" "${exclude[@]}" --error-exitcode 9 "$program" \
+        -i "$LOGS/tokens.bin" -e custom:L2C64H2T64 -b 2 -t 64 -x 2 -v 0 -s 0
 }
 
 fp32=$(folder PRECISION=FP32 USE_CUDNN=)
