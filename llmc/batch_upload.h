@@ -1,6 +1,9 @@
 // Tokens on their way to the device, from page-locked memory and without a wait of the host.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+
 #include "llmc/cuda_common.h"
 #include "llmc/dataloader.h"
 #include "llmc/gpt2.h"
@@ -42,6 +45,10 @@ class StepUpload {
             memory->add("inputs", "tokens of two steps", &slot.order, count_);
             memory->add("inputs", "tokens of two steps", &slot.step_inputs, 1);
         }
+    }
+    // The page-locked memory of InputPipeline, which on a CPU is the device's own.
+    void plan_host(MemoryPlan* memory) const {
+        memory->reserve("inputs", "tokens being read", 2 * 3 * count_ * sizeof(int));
     }
     void open() { cuda_check(cudaEventCreateWithFlags(&uploaded_, cudaEventDisableTiming)); }
 
@@ -93,6 +100,9 @@ class BatchUpload {
         count_ = static_cast<size_t>(B) * T;
         memory->add("inputs", "evaluation", &inputs_, count_);
         memory->add("inputs", "evaluation", &targets_, count_);
+    }
+    void plan_host(MemoryPlan* memory) const {
+        memory->reserve("inputs", "evaluation, being read", 2 * 2 * count_ * sizeof(int));
     }
     void open() {
         for (Slot& slot : slots_) {

@@ -8,6 +8,8 @@
 #pragma once
 
 #include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -18,11 +20,13 @@
 #include <cstring>
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/atomic_file.h"
 #include "llmc/hash.h"
 #include "llmc/input_file.h"
+#include "llmc/model_file.h"
 #include "llmc/params.h"
 #include "llmc/step_state.h"
 
@@ -48,7 +52,8 @@ struct StateHeader {
     int32_t weight_bytes;    // 4 or 2: precision
     int32_t gradient_bytes;  // 4 or 2
     int32_t has_master;      // fp32 master weights follow v
-    unsigned char reserved[1024 - 104];
+    char options[512];       // other flags that change results: numeric_options_text
+    unsigned char reserved[1024 - 104 - 512];
 };
 static_assert(sizeof(StateHeader) == 1024);
 static_assert(sizeof(StepState) % sizeof(float) == 0);
@@ -76,11 +81,15 @@ inline ElementRange state_part(size_t elements, size_t part, size_t num_parts) {
     return {elements * part / num_parts, elements * (part + 1) / num_parts};
 }
 
-// Steps of the complete checkpoints in a folder, ascending; none when there is no folder.
+// Steps of the complete checkpoints in a folder, ascending; none when there is no folder. Error when
+// it cannot be read.
 inline std::vector<int> complete_checkpoints(const std::string& folder) {
     std::vector<int> steps;
     DIR* dir = ::opendir(folder.c_str());
-    if (dir == nullptr) return steps;
+    if (dir == nullptr && errno == ENOENT) return steps;
+    if (dir == nullptr) {
+        throw Error(format("-o %s: cannot be read: %s", folder.c_str(), std::strerror(errno)));
+    }
     while (const dirent* entry = ::readdir(dir)) {
         int step = 0, length = 0;
         if (std::sscanf(entry->d_name, "DONE_%8d%n", &step, &length) == 1 && length == 13 &&
@@ -120,6 +129,51 @@ inline void make_output_folder(const std::string& folder) {
             format("-o %s: cannot make the folder: %s", folder.c_str(), std::strerror(errno)));
     }
     check_output_folder(folder);
+}
+
+// Holds a folder for one run: a second run in it gets an Error. The lock is the kernel's and goes with
+// the process; file systems without locks do without.
+class FolderLock {
+  public:
+    FolderLock() = default;
+    explicit FolderLock(const std::string& folder) {
+        fd_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (fd_ < 0 || ::flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+        ::close(fd_);
+        throw Error(format("-o %s: another run is writing in it; give each run a folder of its own",
+                           folder.c_str()));
+    }
+    ~FolderLock() {
+        if (fd_ >= 0) ::close(fd_);
+    }
+    FolderLock(FolderLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    FolderLock& operator=(FolderLock&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+
+  private:
+    int fd_ = -1;
+};
+
+// Deletes what a killed writer left in a folder that no other run writes in: files of our names that
+// end in .tmp.
+inline void delete_unfinished_files(const std::string& folder) {
+    std::vector<std::string> names;
+    if (DIR* dir = ::opendir(folder.c_str())) {
+        while (const dirent* entry = ::readdir(dir)) {
+            const std::string name = entry->d_name;
+            const bool ours = name.rfind("model_", 0) == 0 || name.rfind("state_", 0) == 0 ||
+                              name.rfind("DONE_", 0) == 0 || name.rfind("run.", 0) == 0 ||
+                              name.rfind("main.log", 0) == 0;
+            const size_t dot = name.rfind('.');
+            if (ours && dot != std::string::npos && name.substr(dot) == ".tmp") {
+                names.push_back(name);
+            }
+        }
+        ::closedir(dir);
+    }
+    for (const std::string& name : names) ::unlink((folder + "/" + name).c_str());
 }
 
 // Writes one state file whole or not at all. `array(which, id, layer)` returns host memory with this
@@ -252,6 +306,7 @@ class CheckpointState {
             llmc::read_header(file, "a state file", kStateMagic, kStateVersion);
         StateHeader header;
         std::memcpy(static_cast<void*>(&header), raw.data(), sizeof(header));
+        check_model_config(header.config, file.path());
         if (header.step != step || header.file_index != index || header.num_files < 1 ||
             header.num_files > 99999) {
             throw Error(format("%s: its header says step %lld, file %d of %d", file.path().c_str(),

@@ -36,6 +36,7 @@ static __global__ void device_info_probe_kernel() {}
 #ifdef LLMC_CPU
 
 constexpr bool kHasTf32 = false;
+constexpr bool kDeviceIsHost = true;
 
 namespace detail {
 
@@ -50,10 +51,53 @@ inline uint64_t kilobytes_in(const char* path, const std::string& key) {
     return 0;
 }
 
-inline uint64_t number_in(const char* path) {
+constexpr uint64_t kNoLimit = std::numeric_limits<uint64_t>::max();
+
+// The number that a file holds; kNoLimit when it holds a word ("max") or is not there.
+inline uint64_t number_in(const std::string& path) {
     std::ifstream file(path);
     uint64_t value = 0;
-    return file >> value ? value : std::numeric_limits<uint64_t>::max();
+    return file >> value ? value : kNoLimit;
+}
+
+// Bytes of page cache that a control group can give back at once.
+inline uint64_t inactive_cache(const std::string& path, const std::string& key) {
+    std::ifstream file(path);
+    std::string name;
+    for (uint64_t value = 0; file >> name >> value;) {
+        if (name == key) return value;
+    }
+    return 0;
+}
+
+// What this process's control group and those above it leave, version 2 (one hierarchy, "0::PATH") or
+// version 1 (its memory controller); kNoLimit without any.
+inline uint64_t left_by_control_groups() {
+    uint64_t left = kNoLimit;
+    std::ifstream groups("/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        const bool version2 = line.rfind("0::", 0) == 0;
+        const size_t memory = line.find(":memory:");
+        if (!version2 && memory == std::string::npos) continue;
+        const std::string root = version2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+        std::string group = version2 ? line.substr(3) : line.substr(memory + 8);
+        while (true) {
+            const std::string folder = root + (group == "/" ? "" : group) + "/";
+            const uint64_t limit =
+                number_in(folder + (version2 ? "memory.max" : "memory.limit_in_bytes"));
+            const uint64_t used =
+                number_in(folder + (version2 ? "memory.current" : "memory.usage_in_bytes"));
+            const uint64_t cache = inactive_cache(
+                folder + "memory.stat", version2 ? "inactive_file" : "total_inactive_file");
+            if (limit != kNoLimit && used != kNoLimit) {
+                const uint64_t busy = used - std::min(used, cache);
+                left = std::min(left, limit > busy ? limit - busy : 0);
+            }
+            if (group.empty() || group == "/") break;
+            group.resize(group.rfind('/'));
+        }
+    }
+    return left;
 }
 
 }  // namespace detail
@@ -75,12 +119,8 @@ inline std::string device_name() {
 // The least of what the machine, a control group and the address-space limit leave.
 inline size_t available_memory() {
     uint64_t available = detail::kilobytes_in("/proc/meminfo", "MemAvailable:");
-    if (available == 0) available = std::numeric_limits<uint64_t>::max();
-    const uint64_t group_limit = detail::number_in("/sys/fs/cgroup/memory.max");
-    const uint64_t group_used = detail::number_in("/sys/fs/cgroup/memory.current");
-    if (group_limit != std::numeric_limits<uint64_t>::max() && group_used < group_limit) {
-        available = std::min(available, group_limit - group_used);
-    }
+    if (available == 0) available = detail::kNoLimit;
+    available = std::min(available, detail::left_by_control_groups());
     rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
         // Each thread that multiplies maps a buffer of OpenBLAS, which waits for ever when it cannot
@@ -117,6 +157,7 @@ inline void require_device() {}
 #else
 
 constexpr bool kHasTf32 = true;
+constexpr bool kDeviceIsHost = false;
 
 namespace detail {
 
@@ -193,11 +234,14 @@ inline std::string device_status() {
     void* handle = nvml.device(pci);
     if (handle == nullptr) return line + ", no NVML";
     constexpr int kSmClock = 1, kGpuTemperature = 0;
-    return line + format(", SM clock %ld MHz, %ld W of %ld W, %ld C",
-                         nvml.read("nvmlDeviceGetClockInfo", handle, kSmClock),
-                         nvml.read("nvmlDeviceGetPowerUsage", handle) / 1000,
-                         nvml.read("nvmlDeviceGetEnforcedPowerLimit", handle) / 1000,
-                         nvml.read("nvmlDeviceGetTemperature", handle, kGpuTemperature));
+    const auto add = [&line](const char* what, long value, long divisor, const char* unit) {
+        if (value >= 0) line += format(", %s %ld %s", what, value / divisor, unit);
+    };
+    add("SM clock", nvml.read("nvmlDeviceGetClockInfo", handle, kSmClock), 1, "MHz");
+    add("power", nvml.read("nvmlDeviceGetPowerUsage", handle), 1000, "W");
+    add("limit", nvml.read("nvmlDeviceGetEnforcedPowerLimit", handle), 1000, "W");
+    add("temperature", nvml.read("nvmlDeviceGetTemperature", handle, kGpuTemperature), 1, "C");
+    return line;
 }
 
 // Names and versions of the libraries that results depend on.

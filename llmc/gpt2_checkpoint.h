@@ -1,6 +1,9 @@
 // Saving a run and taking it up again.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -10,6 +13,22 @@
 #include "llmc/options.h"
 
 namespace llmc {
+
+// Flags that change what a run computes without being in the header by themselves.
+inline const std::vector<std::string>& numeric_flags() {
+    static const std::vector<std::string> flags = {"-l", "-k",  "-q",  "-u", "-x",
+                                                   "-c", "-sl", "-sg", "-f", "-a"};
+    return flags;
+}
+
+// "-l 3e-04 -k cosine ...": numeric_flags() with their values.
+inline std::string numeric_options_text(const Options& options) {
+    std::string text;
+    for (const std::string& letters : numeric_flags()) {
+        text += letters + " " + flag_value(options, *find_flag(letters)) + " ";
+    }
+    return text;
+}
 
 // What identifies a run in its checkpoints: a resumed run must agree with it.
 inline StateHeader make_state_header(const GPT2& model, const Options& options, int64_t total_batch,
@@ -27,6 +46,8 @@ inline StateHeader make_state_header(const GPT2& model, const Options& options, 
     header.weight_bytes = sizeof(floatX);
     header.gradient_bytes = sizeof(gradX);
     header.has_master = model.use_master;
+    const std::string text = numeric_options_text(options);
+    std::memcpy(header.options, text.data(), std::min(text.size(), sizeof(header.options) - 1));
     return header;
 }
 
@@ -55,7 +76,13 @@ inline std::vector<std::string> compare_state_headers(const StateHeader& mine,
     same("-b", mine.batch, saved.batch);
     same("-t", mine.sequence, saved.sequence);
     same("-d", mine.total_batch, saved.total_batch);
-    same("-rs", static_cast<long long>(mine.seed), static_cast<long long>(saved.seed));
+    if (mine.seed != saved.seed) {
+        throw Error(
+            format("-rs %llu: the checkpoint %s was made with -rs %llu; resume with the same, "
+                   "or start anew in another folder",
+                   static_cast<unsigned long long>(mine.seed), path.c_str(),
+                   static_cast<unsigned long long>(saved.seed)));
+    }
     if (mine.weight_bytes != saved.weight_bytes) {
         throw Error(
             format("%s: made by a build with %s weights, this one has %s; use the other build",
@@ -79,6 +106,16 @@ inline std::vector<std::string> compare_state_headers(const StateHeader& mine,
                             ? "-w 1: the checkpoint has no master weights, so they start "
                               "from the rounded weights"
                             : "-w 0: the checkpoint's master weights are left out");
+    }
+    std::istringstream here(mine.options), there(saved.options);
+    std::string flag, value, other_flag, other_value;
+    bool constant = false;
+    while (here >> flag >> value && there >> other_flag >> other_value) {
+        if (flag == "-k") constant = value == "constant" && other_value == value;
+        if (flag == "-x" && constant) continue;  // how far to go, and nothing else
+        if (flag == other_flag && value != other_value) {
+            notes.push_back(flag + " " + value + ": the checkpoint was made with " + other_value);
+        }
     }
     if (mine.data_hash != saved.data_hash) {
         notes.push_back(

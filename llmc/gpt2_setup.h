@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -323,6 +325,9 @@ inline void gpt2_init_random(GPT2* model, uint64_t seed, const MultiGpuConfig& m
 inline void gpt2_load_weights(GPT2* model, const std::string& path,
                               const MultiGpuConfig& multi_gpu) {
     const ModelFile file(path);
+    if (file.config() != model->config) {
+        throw Error(path + ": holds a model of another shape than this run's");
+    }
     gpt2_set_weights(model, multi_gpu, [&](const ParamInfo& info, size_t layer, float* to) {
         file.read_layer(info.id, layer, to);
     });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -24,6 +25,23 @@ class Logger {
   public:
     // Logs nothing.
     Logger() = default;
+
+    // Moves an earlier run's main.log out of the way, to main.1.log, main.2.log ...; returns that name,
+    // or "" when there was nothing to keep.
+    static std::string keep_earlier_log(const std::string& folder) {
+        const std::string path = folder + "/main.log";
+        struct stat state;
+        if (::stat(path.c_str(), &state) != 0 || state.st_size == 0) return "";
+        for (int number = 1;; ++number) {
+            const std::string kept = format("%s/main.%d.log", folder.c_str(), number);
+            if (::access(kept.c_str(), F_OK) == 0) continue;
+            if (::rename(path.c_str(), kept.c_str()) != 0) {
+                throw Error(path + ": cannot rename to " + kept + ": " +
+                            std::system_category().message(errno));
+            }
+            return kept;
+        }
+    }
 
     // On rank 0, with a folder that exists: a new run starts an empty file; a run that resumes at
     // `resume_step` keeps the lines of the steps before it, and drops those that it will write

@@ -16,11 +16,16 @@ namespace llmc {
 class MemoryPlan {
   public:
     // `*pointer` gets `count` elements of device memory, 256-byte aligned, when allocate() is called.
-    // Entries with one category and name are shown as one row. A count of 0 leaves it null.
+    // Neighbours with one category and name are shown as one row. A count of 0 leaves it null.
     template <class T>
     void add(const char* category, const char* name, T** pointer, size_t count) {
         entries_.push_back({category, name, count * sizeof(T),
                             [pointer](void* memory) { *pointer = static_cast<T*>(memory); }});
+    }
+
+    // Memory that somebody else allocates and that counts all the same: on a CPU, host buffers.
+    void reserve(const char* category, const char* name, size_t bytes) {
+        entries_.push_back({category, name, bytes, nullptr});
     }
 
     size_t total_bytes() const {
@@ -43,20 +48,13 @@ class MemoryPlan {
     // test can show that nothing is read before it is written.
     void allocate(int fill) {
         for (Entry& entry : entries_) {
+            if (entry.assign == nullptr) continue;
             DeviceBuffer<unsigned char> buffer(entry.bytes);
             if (fill >= 0 && entry.bytes > 0) {
                 cuda_check(cudaMemset(buffer.get(), fill, entry.bytes));
             }
             entry.assign(buffer.get());
             buffers_.push_back(std::move(buffer));
-        }
-    }
-
-    // Sets every byte of the entries of one category.
-    void fill_category(const char* category, int value) {
-        for (size_t i = 0; i < entries_.size(); ++i) {
-            if (entries_[i].category != std::string(category) || entries_[i].bytes == 0) continue;
-            cuda_check(cudaMemset(buffers_[i].get(), value, entries_[i].bytes));
         }
     }
 

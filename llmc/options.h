@@ -625,12 +625,9 @@ inline std::string help_text(const std::string& program) {
     text += format(
         "\nExamples\n"
         "  one GPU, 10 steps:          %s -d 32768 -b 4 -t 1024 -x 10\n"
-        "  the same bits on four:      mpirun -np 4 %s -d 32768 -b 4 -t 1024 -x 10 -z 1\n"
-        "  a small model, a CPU too:   %s -e custom:L2C64H2T64 -b 4 -t 64 -x 100 -o log\n"
-        "  go on from a checkpoint:    %s -o log -n 100 -y 1\n"
-        "  without MPI, rank R of 2:   %s -pi tcp -ps node0 -pn 2 -pr R -pg 1\n"
-        "  or over a shared folder:    %s -pi fs -pf /shared/run1 -pn 2 -pr R -pg 1\n",
-        p, p, p, p, p, p);
+        "  a small model, a CPU too:   %s -e custom:L2C64H2T64 -t 64 -x 100 -o log -n 50\n"
+        "  the same, gone on with:     %s -e custom:L2C64H2T64 -t 64 -x 200 -o log -n 50 -y 1\n",
+        p, p, p);
     return text;
 }
 

@@ -22,7 +22,7 @@ struct ReductionPlan {
     int num_processes = 1;      // N
     int width = 1;              // W
     bool canonical = true;      // N divides W and W divides every tensor
-    std::string why_not;        // when not canonical: the reason, for the line that says so
+    std::string why_not;        // when not canonical: the reason
 
     int micro_per_rank() const { return num_micro_batches / num_processes; }
     int slots_per_rank() const { return canonical ? width / num_processes : 1; }

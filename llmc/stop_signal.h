@@ -1,16 +1,20 @@
-// SIGTERM, SIGINT and SIGUSR1 ask the run to save itself and end; Slurm sends the first before it
-// kills a job. A second SIGINT ends it at once.
+// SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask the run to save itself and end after the step at hand; Slurm
+// sends the first before it kills a job. A second SIGINT ends it at once.
 #pragma once
 
+#include <atomic>
 #include <csignal>
-#include <cstring>
 
 namespace llmc {
 
 namespace detail {
-inline volatile std::sig_atomic_t stop_signal = 0;
+// The handler may run on any thread; a lock-free atomic is what it may write.
+inline std::atomic<int> stop_signal{0};
+inline std::atomic<int> interrupts{0};
+static_assert(std::atomic<int>::is_always_lock_free);
+
 inline void on_stop_signal(int signal) {
-    if (signal == SIGINT && stop_signal == SIGINT) {
+    if (signal == SIGINT && interrupts++ > 0) {
         std::signal(SIGINT, SIG_DFL);
         std::raise(SIGINT);
     }
@@ -22,7 +26,12 @@ inline void install_stop_signals() {
     struct sigaction action {};
     action.sa_handler = detail::on_stop_signal;
     action.sa_flags = SA_RESTART;
-    for (const int signal : {SIGTERM, SIGINT, SIGUSR1}) sigaction(signal, &action, nullptr);
+    for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1}) {
+        // A signal that the parent wants ignored (nohup) stays ignored.
+        struct sigaction old {};
+        sigaction(signal, nullptr, &old);
+        if (old.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+    }
 }
 
 // Number of the signal that asked to stop, or 0.
@@ -31,7 +40,16 @@ inline int stop_requested() {
 }
 
 inline const char* stop_signal_name(int signal) {
-    return signal == SIGTERM ? "SIGTERM" : signal == SIGINT ? "SIGINT" : "SIGUSR1";
+    switch (signal) {
+        case SIGTERM:
+            return "SIGTERM";
+        case SIGINT:
+            return "SIGINT";
+        case SIGHUP:
+            return "SIGHUP";
+        default:
+            return "SIGUSR1";
+    }
 }
 
 }  // namespace llmc

@@ -26,16 +26,16 @@ inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank,
                                             const std::string& server_ip,
                                             const std::string& fs_path,
                                             const std::string& init_method) {
-    (void)gpus_per_node, (void)server_ip, (void)fs_path;
-    if (init_method == "mpi") {
-        for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
-            const char* size = std::getenv(name);
-            if (size != nullptr && std::atoi(size) > 1) {
-                throw Error(
-                    format("-pi mpi: started as one of %s processes, but this build has no "
-                           "multi-GPU support; run it without mpirun",
-                           size));
-            }
+    (void)gpus_per_node;
+    (void)server_ip;
+    (void)fs_path;
+    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+        const char* size = std::getenv(name);
+        if (size != nullptr && std::atoi(size) > 1) {
+            throw Error(
+                format("-pi %s: started as one of %s processes (%s), but this build has no "
+                       "multi-GPU support; run it without mpirun or srun",
+                       init_method.c_str(), size, name));
         }
     }
     if (num_processes != 1) {

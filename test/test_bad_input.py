@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Mapping
@@ -442,6 +443,37 @@ def test_llmc_632_ranks_that_cannot_find_each_other(fp32: Trainer, work: Workpla
         return
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     refuse(fp32, work, work.args({"-o": work.out}), "-pi mpi", "2", "mpirun", env=env)
+
+
+@pytest.mark.parametrize("method", ["mpi", "tcp", "fs"])
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_launcher_of_several_gets_no_lone_runs(
+    fp32: Trainer, work: Workplace, method: str, name: str
+) -> None:
+    if build_of(fp32, work)["multi_gpu"]:
+        return
+    args = work.args({"-pi": method, "-o": work.out})
+    refuse(fp32, work, args, f"-pi {method}", name, env={name: "4"})
+
+
+def test_hellaswag_without_validation(fp32: Trainer, work: Workplace) -> None:
+    refuse(fp32, work, work.args({"-h": 1, "-v": 0, "-b": 4, "-d": 64}), "-h 1", "-v 0")
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--version"], ["--dry-run"], []])
+def test_full_stdout_is_an_error(fp32: Trainer, work: Workplace, flags: list[str]) -> None:
+    args = [str(a) for a in work.args({}, *flags)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([fp32.binary, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output" in done.stderr
+
+
+def test_closed_standard_streams_do_not_end_in_the_log(fp32: Trainer, work: Workplace) -> None:
+    args = " ".join(str(a) for a in work.args({"-o": work.out, "-s": 0}))
+    done = subprocess.run(["sh", "-c", f"exec {fp32.binary} {args} <&- >&- 2>&-"])
+    assert done.returncode == 0
+    lines = (work.out / "main.log").read_text().splitlines()
+    assert len(lines) == 3 and all(line.startswith("s:") for line in lines)
 
 
 def test_fs_without_a_folder(fp32: Trainer, work: Workplace) -> None:

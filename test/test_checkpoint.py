@@ -559,3 +559,74 @@ def test_disk_full_while_logging(fp32: Trainer, work: Workplace, small_disk: Pat
     filler.write_bytes(bytes(1024 * 1024 - 3 * 4096))
     result = fp32.run(work.args({"-x": 2000, "-o": small_disk / "out"}))
     assert_refused(result, "No space left on device")
+
+
+# ------------------------------------------------------------------------------ one folder, one run
+
+
+def test_model_of_another_shape_in_the_checkpoint_is_refused(
+    fp32: Trainer, work: Workplace
+) -> None:
+    """It was once read into buffers of the right model's size."""
+    fp32.train(work.args({"-o": work.out, "-n": 3}))
+    large = work.folder / "large"
+    fp32.train(work.args({"-e": "custom:L3C64H2T32V256", "-o": large, "-n": 3}))
+    shutil.copy(large / "model_00000003.bin", work.out / "model_00000003.bin")
+    result = fp32.run(work.args({"-o": work.out, "-n": 3, "-x": 6, "-y": 1}))
+    assert_refused(result, "model_00000003.bin", "DONE_00000003")
+
+
+def test_an_earlier_runs_log_is_kept(fp32: Trainer, work: Workplace) -> None:
+    fp32.train(work.args({"-o": work.out}))
+    first = (work.out / "main.log").read_text()
+    for number, extra in ((1, {}), (2, {"-y": 1})):
+        result = fp32.train(work.args({"-o": work.out, "-x": 2, **extra}))
+        assert f"main.{number}.log" in result.stdout
+    assert (work.out / "main.1.log").read_text() == first
+    assert len((work.out / "main.2.log").read_text().splitlines()) == 2
+    assert len((work.out / "main.log").read_text().splitlines()) == 2
+
+
+def test_two_runs_in_one_folder(fp32: Trainer, work: Workplace) -> None:
+    """The second is refused and touches nothing; the first goes on."""
+    args = work.args({"-o": work.out, "-x": 100000, "-n": 1000000})
+    first = fp32.start(args)
+    while not (work.out / "run.json").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    result = fp32.run(work.args({"-o": work.out, "-x": 2}))
+    assert_refused(result, str(work.out), "another run")
+    assert not (work.out / "main.1.log").exists() and first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert not list(work.out.glob("DONE_*"))
+    fp32.train(work.args({"-o": work.out, "-x": 2}))  # the lock went with the process
+
+
+def test_flags_that_change_results_are_announced(fp32: Trainer, work: Workplace) -> None:
+    fp32.train(work.args({"-o": work.out, "-n": 3}))
+    changes = {"-l": 0.1, "-c": 0.3, "-k": "linear", "-q": 0.5, "-u": 2, "-sl": 3, "-sg": 4}
+    result = fp32.train(work.args({"-o": work.out, "-x": 6, "-y": 1, **changes}))
+    notes = [line for line in result.stdout.splitlines() if line.startswith("note: -")]
+    assert sorted(note.split()[1] for note in notes) == sorted([*changes, "-x"])
+
+
+def test_unfinished_files_of_a_killed_save_are_removed(fp32: Trainer, work: Workplace) -> None:
+    work.out.mkdir()
+    ours = [work.out / f"{name}.tmp" for name in ("model_00000007.bin", "state_00000007_00000.bin")]
+    theirs = work.out / "notes.tmp"
+    for path in [*ours, theirs]:
+        path.write_bytes(b"half")
+    fp32.train(work.args({"-o": work.out}))
+    assert theirs.exists() and not any(path.exists() for path in ours)
+
+
+def test_signal_during_a_long_sample(fp32: Trainer, work: Workplace) -> None:
+    process = fp32.start(work.args({"-o": work.out, "-s": 1, "-g": 10000000, "-x": 3}))
+    while not (work.out / "run.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    result = finish(process, timeout=20)
+    assert result.status == 0 and "SIGTERM" in result.stdout, f"{result}"
+    assert checkpoints(work.out) == [1]

@@ -413,7 +413,7 @@ TEST(Help, ExamplesAreCommandsThatWork) {
             << line;
         ++examples;
     }
-    EXPECT_EQ(examples, 6);
+    EXPECT_EQ(examples, 3);
 }
 
 TEST(Version, NamesProgramPrecisionAndCommit) {

@@ -1,0 +1,389 @@
+// A run: a model with its data, and where its results go. Set-up: flags, files and memory are checked
+// before anything is written; then memory, weights and the output folder.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/batch_upload.h"
+#include "llmc/dataloader.h"
+#include "llmc/device_info.h"
+#include "llmc/eval_loader.h"
+#include "llmc/gpt2.h"
+#include "llmc/gpt2_checkpoint.h"
+#include "llmc/gpt2_setup.h"
+#include "llmc/logger.h"
+#include "llmc/model_name.h"
+#include "llmc/options.h"
+#include "llmc/run_info.h"
+#include "llmc/schedulers.h"
+#include "llmc/tokenizer.h"
+#include "llmc/zero.cuh"
+
+namespace llmc {
+
+struct Run {
+    Options options;
+    std::vector<std::string> command_line;
+    MultiGpuConfig multi_gpu;
+    std::string device;  // its name
+    ResolvedBatch batch;
+    LearningRateScheduler schedule;
+    int num_steps = 0;
+    int first_step = 0;
+
+    std::unique_ptr<TokenDataset> train_data;
+    std::unique_ptr<TokenDataset> val_data;
+    std::unique_ptr<EvalDataset> hellaswag;
+    std::optional<Tokenizer> tokenizer;
+    std::unique_ptr<CheckpointState> checkpoint;  // to resume from; gone once it is loaded
+    FolderLock folder_lock;
+
+    GPT2 model;
+    std::unique_ptr<InputPipeline> pipeline;
+    StepUpload step_upload;    // a training step's tokens in device memory
+    BatchUpload batch_upload;  // one micro-batch for evaluation
+    double* val_losses = nullptr;
+    Logger log;
+
+    // An error may come while the streams still work on what is about to go.
+    ~Run() { gpt2_free(&model); }
+    bool is_main() const { return multi_gpu.process_rank == 0; }
+    int val_batches() const {
+        return static_cast<int>(std::min<uint64_t>(
+            options.val_batches, val_data->validation_micro_batches(options.batch_size)));
+    }
+};
+
+// printf on rank 0 alone.
+__attribute__((format(printf, 2, 3))) inline void print0(const Run& run, const char* text, ...) {
+    if (!run.is_main()) return;
+    va_list args;
+    va_start(args, text);
+    std::vprintf(text, args);
+    va_end(args);
+    std::fflush(stdout);
+}
+
+constexpr const char* kDefaultModel = "gpt2_124M_bf16.bin";
+constexpr const char* kHellaswagFile = "dev/data/hellaswag/hellaswag_val.bin";
+constexpr const char* kTokenizerFile = "gpt2_tokenizer.bin";
+
+inline bool is_file(const std::string& path) {
+    return ::access(path.c_str(), F_OK) == 0;
+}
+
+// ---- set-up: flags, files and memory are checked here, before anything is written ----
+
+// The model's shape: from the checkpoint, -e, or the default.
+inline ModelConfig choose_model(Run& run) {
+    Options& options = run.options;
+    if (options.model.empty() && run.checkpoint) return run.checkpoint->header().config;
+    if (options.model.empty()) {
+        options.model = is_file(kDefaultModel) ? kDefaultModel : "d12";
+        if (options.model == "d12") {
+            print0(run, "no -e and no %s: a d12 (124M) from random weights\n", kDefaultModel);
+        }
+    }
+    const std::optional<ModelConfig> named = parse_model_name(options.model);
+    return named ? *named : ModelFile(options.model).config();
+}
+
+inline void find_checkpoint(Run& run) {
+    const Options& options = run.options;
+    if (options.output_dir.empty()) return;
+    check_output_folder(options.output_dir);
+    const std::vector<int> steps = complete_checkpoints(options.output_dir);
+    if (!options.resume) {
+        if (steps.empty()) return;
+        throw Error(
+            format("-o %s: holds checkpoints of an earlier run (step %d); add -y 1 to go on "
+                   "from it, or name another folder",
+                   options.output_dir.c_str(), steps.back()));
+    }
+    if (steps.empty()) {
+        print0(run, "no checkpoint in %s: starting anew\n", options.output_dir.c_str());
+        return;
+    }
+    const int step = steps.back();
+    try {
+        run.checkpoint = std::make_unique<CheckpointState>(options.output_dir, step);
+        const ModelFile model(model_path(options.output_dir, step));
+        if (model.config() != run.checkpoint->header().config) {
+            throw Error(model_path(options.output_dir, step) + ": not the model of " +
+                        run.checkpoint->path());
+        }
+    } catch (const Error& error) {
+        throw Error(format("%s (to resume from an earlier checkpoint, remove %s)", error.what(),
+                           done_path(options.output_dir, step).c_str()));
+    }
+    run.first_step = step;
+}
+
+inline void open_data(Run& run) {
+    const Options& options = run.options;
+    const ModelConfig& config = run.model.config;
+    if (options.seq_len > config.max_seq_len) {
+        throw Error(format("-t %d: the model's longest sequence is %d", options.seq_len,
+                           config.max_seq_len));
+    }
+    run.train_data = std::make_unique<TokenDataset>(
+        expand_pattern(options.train_data, "-i"), options.seq_len, config.vocab_size, options.seed,
+        !options.overfit_single_batch, "-i " + options.train_data, run.is_main());
+    run.train_data->require_batch(options.batch_size);
+    run.train_data->check_tokens();
+    if (options.val_every > 0) {
+        run.val_data = std::make_unique<TokenDataset>(
+            expand_pattern(options.val_data, "-j"), options.seq_len, config.vocab_size,
+            options.seed, false, "-j " + options.val_data, run.is_main());
+        run.val_data->require_batch(options.batch_size);
+        run.val_data->check_tokens();
+    }
+    if (options.hellaswag) {
+        if (options.val_every == 0) {
+            throw Error("-h 1: comes with validation, which -v 0 turns off; give -v, or -h 0");
+        }
+        if (!is_file(kHellaswagFile)) {
+            throw Error(
+                format("-h 1: %s is missing; dev/data/hellaswag.py makes it", kHellaswagFile));
+        }
+        run.hellaswag = std::make_unique<EvalDataset>(kHellaswagFile, options.batch_size,
+                                                      options.seq_len, config.vocab_size);
+    }
+    if (options.sample_every > 0) {
+        run.tokenizer = Tokenizer::load(kTokenizerFile);
+        if (run.tokenizer && run.tokenizer->vocab_size() != config.vocab_size) {
+            run.tokenizer.reset();
+        }
+        if (!run.tokenizer) {
+            print0(run,
+                   "no %s here for this vocabulary (make data writes it): samples are token "
+                   "numbers\n",
+                   kTokenizerFile);
+        }
+    }
+    const uint64_t per_step =
+        static_cast<uint64_t>(run.batch.micro_batches) * static_cast<uint64_t>(options.batch_size);
+    const uint64_t epoch = std::max<uint64_t>(1, run.train_data->num_windows() / per_step);
+    run.num_steps = options.max_steps >= 0 ? options.max_steps
+                                           : static_cast<int>(std::min<uint64_t>(epoch, INT_MAX));
+}
+
+// Sets everything that sizes depend on; plan is for `batch` sequences and level `recompute`.
+inline void describe_model(GPT2* model, const Run& run, int batch, int recompute) {
+    const Options& options = run.options;
+    model->config = run.model.config;
+    model->layout = ParamLayout(model->config);
+    model->batch = batch;
+    model->sequence = options.seq_len;
+    model->recompute = recompute;
+    model->use_master = options.master_weights;
+    model->weight_decay = static_cast<float>(options.weight_decay);
+    const int64_t micro_batches = options.total_batch == -1
+                                      ? run.batch.micro_batches
+                                      : run.batch.total_tokens / (int64_t{batch} * options.seq_len);
+    model->plan = make_reduction_plan(static_cast<int>(micro_batches), run.multi_gpu.num_processes,
+                                      options.reduction_width, model->layout);
+    model->rules.skip_loss_z = options.skip_loss_z;
+    model->rules.skip_norm_z = options.skip_norm_z;
+    model->adamw.beta1 = model->rules.beta1;
+    model->adamw.beta2 = model->rules.beta2;
+    model->adamw.seed = options.seed;
+}
+
+// Everything that the run allocates, for `batch` sequences and level `recompute`.
+inline void plan_memory(const Run& run, int batch, int recompute, GPT2* model,
+                        StepUpload* step_upload, BatchUpload* batch_upload, double** val_losses) {
+    describe_model(model, run, batch, recompute);
+    gpt2_plan_memory(model, run.multi_gpu);
+    step_upload->plan(&model->memory, model->plan.micro_per_rank(), batch, run.options.seq_len);
+    batch_upload->plan(&model->memory, batch, run.options.seq_len);
+    if (run.val_data) model->memory.add("inputs", "evaluation", val_losses, run.val_batches());
+    if (kDeviceIsHost) {
+        step_upload->plan_host(&model->memory);
+        batch_upload->plan_host(&model->memory);
+    }
+}
+
+// Throws Error with the nearest setting that fits when the plan does not fit into memory.
+inline void check_memory(const Run& run) {
+    const size_t available = available_memory(), needed = run.model.memory.total_bytes();
+    if (needed <= available) return;
+    const auto bytes_with = [&](int batch, int recompute) {
+        GPT2 other;
+        StepUpload step_upload;
+        BatchUpload batch_upload;
+        double* val_losses;
+        plan_memory(run, batch, recompute, &other, &step_upload, &batch_upload, &val_losses);
+        return other.memory.total_bytes();
+    };
+    std::string remedy = "no -b fits: use a smaller model, a shorter -t, or more memory";
+    for (int halvings = 0; run.options.batch_size >> halvings >= 1; ++halvings) {
+        const int batch = run.options.batch_size >> halvings;
+        const int64_t unit = int64_t{batch} * run.options.seq_len * run.multi_gpu.num_processes;
+        if (run.batch.total_tokens % unit != 0) continue;
+        const bool as_it_is = bytes_with(batch, run.options.recompute) <= available;
+        if (!as_it_is && bytes_with(batch, 2) > available) continue;
+        remedy = format("-b %d -r %d would fit", batch, as_it_is ? run.options.recompute : 2);
+        break;
+    }
+    throw Error(format("-b %d -t %d: the run needs %.0f MiB of memory, %.0f MiB are available; %s",
+                       run.options.batch_size, run.options.seq_len,
+                       static_cast<double>(needed) / (1 << 20),
+                       static_cast<double>(available) / (1 << 20), remedy.c_str()));
+}
+
+inline void print_row(const Run& run, const char* name, const std::string& value) {
+    print0(run, "| %-27s | %-62s |\n", name, value.c_str());
+}
+
+inline void print_plan(const Run& run) {
+    const Options& options = run.options;
+    const ModelConfig& config = run.model.config;
+    const std::string rule = "+" + std::string(29, '-') + "+" + std::string(64, '-') + "+\n";
+    print0(run, "%s", rule.c_str());
+    for (const Flag& flag : flag_table()) {
+        if (flag.takes_value) {
+            print_row(run, (std::string(flag.letters) + " " + flag.name).c_str(),
+                      flag_value(options, flag));
+        }
+    }
+    print0(run, "%s", rule.c_str());
+    print_row(run, "device", run.device);
+    print_row(run, "precision",
+              format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16"));
+    print_row(
+        run, "model",
+        format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
+               config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
+    print_row(run, "parameters", format("%zu", run.model.layout.num_parameters()));
+    print_row(
+        run, "training windows",
+        format("%llu of %d tokens", static_cast<unsigned long long>(run.train_data->num_windows()),
+               options.seq_len));
+    if (run.val_data) {
+        print_row(run, "validation windows",
+                  format("%llu, %d micro-batches used",
+                         static_cast<unsigned long long>(run.val_data->num_windows()),
+                         run.val_batches()));
+    }
+    print_row(run, "tokens in a step",
+              format("%lld", static_cast<long long>(run.batch.total_tokens)));
+    print_row(run, "micro-batches in a step",
+              run.model.plan.canonical
+                  ? format("%d, width %d, %d slots a process", run.model.plan.num_micro_batches,
+                           run.model.plan.width, run.model.plan.slots_per_rank())
+                  : format("%d, one slot", run.model.plan.num_micro_batches));
+    if (!run.model.plan.canonical) print_row(run, "no tree", run.model.plan.why_not);
+    print_row(run, "processes",
+              format("%d, ZeRO stage %d", run.multi_gpu.num_processes, run.multi_gpu.zero_stage));
+    print_row(run, "steps", format("%d", run.num_steps));
+    print0(run, "%s", rule.c_str());
+    if (run.is_main()) run.model.memory.print(stdout);
+    print0(run, "%s", rule.c_str());
+}
+
+// Reads and checks flags, files and memory; writes nothing.
+inline void set_up(Run& run) {
+    const Options& options = run.options;
+    run.multi_gpu =
+        multi_gpu_config_init(options.num_processes, options.process_rank, options.gpus_per_node,
+                              options.server_address, options.shared_folder, options.init_method);
+    run.batch = resolve_batch(options, run.multi_gpu.num_processes);
+    find_checkpoint(run);
+    run.model.config = choose_model(run);
+    check_model_config(run.model.config, "-e " + options.model);
+    const std::string zero_note =
+        set_zero_configs(&run.multi_gpu, options.zero_stage, ParamLayout(run.model.config));
+    if (!zero_note.empty()) print0(run, "%s\n", zero_note.c_str());
+    if (options.gelu_fusion > 0) {
+        print0(run, "-ge %d: this version computes GELU apart from the matrix product, as -ge 0\n",
+               options.gelu_fusion);
+    }
+    open_data(run);
+    require_device();
+    run.device = device_name();
+    run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
+                    options.warmup_steps, run.num_steps,
+                    static_cast<float>(options.final_lr_fraction)};
+    plan_memory(run, options.batch_size, options.recompute, &run.model, &run.step_upload,
+                &run.batch_upload, &run.val_losses);
+    if (run.checkpoint) {
+        const StateHeader mine = make_state_header(run.model, options, run.batch.total_tokens,
+                                                   run.train_data->data_hash());
+        for (const std::string& note :
+             compare_state_headers(mine, run.checkpoint->header(), run.checkpoint->path())) {
+            print0(run, "note: %s\n", note.c_str());
+        }
+    }
+    print_plan(run);
+    check_memory(run);
+}
+
+// Takes the output folder for this run alone, and records the start in it.
+inline void open_output(Run& run) {
+    const std::string& folder = run.options.output_dir;
+    make_output_folder(folder);
+    run.folder_lock = FolderLock(folder);
+    const std::vector<int> steps = complete_checkpoints(folder);
+    if ((steps.empty() ? 0 : steps.back()) != run.first_step) {
+        throw Error(format("-o %s: another run has written in it meanwhile", folder.c_str()));
+    }
+    delete_unfinished_files(folder);
+    if (run.checkpoint) {
+        run.log = Logger(folder, 0, run.first_step);
+    } else {
+        const std::string kept = Logger::keep_earlier_log(folder);
+        if (!kept.empty()) print0(run, "an earlier run's log is kept as %s\n", kept.c_str());
+        run.log = Logger(folder, 0);
+    }
+    RunInfo info;
+    info.command_line = run.command_line;
+    info.options = run.options;
+    info.num_processes = run.multi_gpu.num_processes;
+    info.device = run.device;
+    info.libraries = library_versions();
+    write_run_json(folder, info);
+    if (run.options.checkpoint_every == 0) {
+        print0(run, "note: without -n no checkpoint is written unless a signal asks to stop\n");
+    }
+}
+
+// Sets the weights: from the checkpoint, at random, or from a file.
+inline void set_weights(Run& run) {
+    const Options& options = run.options;
+    if (run.checkpoint) {
+        gpt2_load_checkpoint(&run.model, run.multi_gpu, *run.checkpoint, options.output_dir);
+        print0(run, "resuming at step %d from %s\n", run.first_step,
+               run.checkpoint->path().c_str());
+        if (run.first_step >= run.num_steps) {
+            print0(run, "nothing left to do: -x is %d\n", run.num_steps);
+        }
+    } else if (parse_model_name(options.model)) {
+        gpt2_init_random(&run.model, options.seed, run.multi_gpu);
+    } else {
+        gpt2_load_weights(&run.model, options.model, run.multi_gpu);
+    }
+    cuda_check(cudaDeviceSynchronize());
+}
+
+inline void start(Run& run) {
+    matmul_allow_tf32(run.options.tf32);
+    gpt2_allocate(&run.model, run.multi_gpu);
+    run.step_upload.open();
+    run.batch_upload.open();
+    set_weights(run);
+    if (!run.options.output_dir.empty() && run.is_main()) open_output(run);
+    run.checkpoint.reset();
+}
+
+}  // namespace llmc
