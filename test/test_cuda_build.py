@@ -1,6 +1,7 @@
 """The CUDA build, as far as it goes without a GPU: what make would do, and what the program says.
 
-The second part needs build/cuda-*/train_gpt2cu (make train_gpt2cu); without one it is skipped.
+The second part needs build/cuda-*/train_gpt2cu (make train_gpt2cu; .ci/run builds three of them
+where there is nvcc); without one it is skipped.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ def test_the_gpu_at_hand_decides_what_is_compiled_for(
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     line = compile_line([*toolkit, "GPU_ARCH="])
     assert re.findall(r"code=sm_(\d+)", line) == expected
+
+
+def test_a_tree_without_history_can_be_told_its_commit(toolkit: list[str]) -> None:
+    assert '"0123456789ab"' in compile_line([*toolkit, "COMMIT=0123456789ab"])
 
 
 # ---------------------------------------------------------------------------------- the program
