@@ -40,7 +40,7 @@ use_cudnn_of_python() {
     ln -s libcudnn.so.9 "$links/lib/libcudnn.so"
     variables+=("CUDNN_PATH=$links")
 }
-make check-deps "${variables[@]}" | grep -q '✓ cuDNN (' || use_cudnn_of_python
+make check-deps "${variables[@]}" | grep '✓ cuDNN (' >/dev/null || use_cudnn_of_python
 # Debian's and Ubuntu's OpenBLAS takes recent processors for very old ones.
 if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -q avx512f /proc/cpuinfo; then
     export OPENBLAS_CORETYPE=SKYLAKEX
