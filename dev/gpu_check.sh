@@ -83,8 +83,8 @@ build_rest() {
     return "$status"
 }
 
-# racecheck does not follow the asynchronous barriers by which cuBLAS's kernels for sm_90 (nvjet_...)
-# synchronise, and reports hazards in them. It leaves the library's kernels out, by parts of their
+# racecheck does not follow the asynchronous barriers of cuBLAS's kernels for sm_90 (nvjet_...),
+# and reports hazards in them. It leaves the library's kernels out, by parts of their
 # names that none of ours contains; memcheck checks all.
 sanitize() {
     local tool=$1 program=$2 name exclude=()
