@@ -83,16 +83,26 @@ build_rest() {
     return "$status"
 }
 
-# racecheck does not follow the asynchronous barriers of cuBLAS's kernels for sm_90 (nvjet_...),
-# and reports hazards in them. It leaves the library's kernels out, by parts of their
-# names that none of ours contains; memcheck checks all.
+# Two steps of a small model under a tool of compute-sanitizer.
 sanitize() {
-    local tool=$1 program=$2 name exclude=()
-    if [ "$tool" = racecheck ]; then
-        for name in nvjet cublas cutlass; do exclude+=(--kernel-name-exclude "kns=$name"); done
+    compute-sanitizer --tool "$1" "${@:3}" "$2" -i "$LOGS/tokens.bin" -e custom:L2C64H2T64 -b 2 \
+        -t 64 -x 2 -v 0 -s 0
+}
+
+memcheck() { sanitize memcheck "$1" --error-exitcode 9; }
+
+# racecheck does not follow the asynchronous barriers of cuBLAS's kernels for sm_90 (nvjet_...) and
+# reports hazards in them; to leave those kernels out (--kernel-name-exclude) made it fail by itself.
+# So all is checked, and a hazard counts where it names a kernel that is not the library's.
+racecheck() {
+    local text
+    text=$(sanitize racecheck "$1") || return
+    printf '%s\n' "$text"
+    grep -q 'RACECHECK SUMMARY' <<<"$text" || return 9
+    if grep -q 'Internal Sanitizer Error' <<<"$text"; then return 9; fi
+    if grep 'access at' <<<"$text" | grep -vE 'access at [^ ]*(nvjet|cublas|cutlass)'; then
+        return 9
     fi
-    compute-sanitizer --tool "$tool" "${exclude[@]}" --error-exitcode 9 "$program" \
-        -i "$LOGS/tokens.bin" -e custom:L2C64H2T64 -b 2 -t 64 -x 2 -v 0 -s 0
 }
 
 fp32=$(folder PRECISION=FP32 USE_CUDNN=)
@@ -119,11 +129,11 @@ for part in "${parts[@]}"; do
         sanitize)
             python3 dev/bench/random_tokens.py "$LOGS/tokens.bin" 100000
             for place in "$fp32" "$own"; do
-                step "memcheck $(basename "$place")" sanitize memcheck "$place/train_gpt2cu"
-                step "racecheck $(basename "$place")" sanitize racecheck "$place/train_gpt2cu"
+                step "memcheck $(basename "$place")" memcheck "$place/train_gpt2cu"
+                step "racecheck $(basename "$place")" racecheck "$place/train_gpt2cu"
             done
             [ "$bf16" = "$own" ] ||
-                step "memcheck $(basename "$bf16")" sanitize memcheck "$bf16/train_gpt2cu"
+                step "memcheck $(basename "$bf16")" memcheck "$bf16/train_gpt2cu"
             ;;
         *)
             echo "error: $part: must be build, test or sanitize" >&2
