@@ -143,7 +143,7 @@ GradientTarget gradient_target(const GPT2& model, int local) {
 // Adds up the tree's nodes for a range of tensors, given in the order of gradient_order().
 void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t first, size_t count,
                     size_t max_count) {
-    const size_t tensors = detail::num_layer_tensors(*model);
+    const size_t tensors = model->num_segments;
     for (const TreeNode& node : nodes) {
         const size_t table = detail::tree_table(node.left, node.out != kGradients);
         tree_add(model->tree_ranges + table * tensors + first, static_cast<int>(count), max_count,
@@ -223,7 +223,6 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
     const GradientTarget target = gradient_target(*model, local);
     const ParamTensors<gradX>& g = target.grads;
     const ParamTensors<floatX>& w = model->params;
-    const std::vector<GradientGroup> groups = gradient_groups(*model);
     Activations& a = model->acts;
     cudaStream_t stream = model->main_stream;
 
@@ -245,19 +244,18 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
                        residual_into(*model, model->config.num_layers, rows), w.at(Param::lnfw),
                        a.lnf_mean, a.lnf_rstd, a.scratch, rows, C, false, target.accumulate,
                        stream);
-    finish_group(model, target, groups.front());
+    finish_group(model, target, model->groups.front());
     for (int l = model->config.num_layers - 1; l >= 0; --l) {
         backward_mlp(model, l, rows, target);
         backward_attention(model, l, B, T, target);
-        finish_group(model, target, groups[model->config.num_layers - l]);
+        finish_group(model, target, model->groups[model->config.num_layers - l]);
     }
     encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
                      a.scratch, B, T, C, target.accumulate, stream);
-    finish_group(model, target, groups.back());
+    finish_group(model, target, model->groups.back());
 
     if (target.slot_complete && !target.step_complete) {
-        const size_t all = detail::num_layer_tensors(*model);
-        add_tree_nodes(model, target.nodes, 0, all, model->max_tensor);
+        add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
     }
 }
 

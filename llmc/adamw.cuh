@@ -15,6 +15,7 @@
 #include "llmc/rng.h"
 #include "llmc/step_state.h"
 #include "llmc/stochastic_rounding.h"
+#include "llmc/update_checks.h"
 
 namespace llmc {
 
@@ -244,17 +245,7 @@ inline void adamw_update(const AdamwSegment<floatX, gradX>* segments, int num_se
                          size_t max_count, const AdamwOptions& options, const StepInputs* inputs,
                          const StepState* state, cudaStream_t stream) {
     cpu::check_table("adamw_update", segments, num_segments);
-    if (inputs == nullptr || state == nullptr) {
-        throw Error("adamw_update: inputs or state is a null pointer");
-    }
-    const auto is_beta = [](float beta) { return beta >= 0.0f && beta < 1.0f; };
-    if (!is_beta(options.beta1) || !is_beta(options.beta2) || !(options.eps > 0.0f)) {
-        throw Error(
-            format("adamw_update: beta1 %g, beta2 %g, eps %g: betas must be in [0, 1) and "
-                   "eps positive",
-                   static_cast<double>(options.beta1), static_cast<double>(options.beta2),
-                   static_cast<double>(options.eps)));
-    }
+    check_adamw_arguments(options, inputs, state);
     if (num_segments == 0 || max_count == 0) return;
     for_each_table_launch(
         num_segments, max_count, kAdamwPiece, 2 * kAdamwBlocks,

@@ -16,6 +16,7 @@
 #include "llmc/cuda_utils.cuh"
 #include "llmc/step_decision.h"
 #include "llmc/step_state.h"
+#include "llmc/update_checks.h"
 
 namespace llmc {
 
@@ -167,17 +168,7 @@ inline void global_norm_chunks(double* sums, const NormChunk<gradX>* chunks, int
 // or null inputs and for rules out of range.
 inline void decide_step(StepState* state, const double* losses, int num_losses, const double* sums,
                         size_t num_sums, const StepRules& rules, cudaStream_t stream) {
-    if (state == nullptr || losses == nullptr || sums == nullptr) {
-        throw Error("decide_step: state, losses or sums is a null pointer");
-    }
-    if (num_losses < 1 || num_sums < 1) {
-        throw Error(format("decide_step: %d losses and %zu sums, must be at least one of each",
-                           num_losses, num_sums));
-    }
-    if (!(rules.max_norm > 0.0f)) {
-        throw Error(format("decide_step: max_norm %g, must be positive",
-                           static_cast<double>(rules.max_norm)));
-    }
+    check_decide_arguments(state, losses, num_losses, sums, num_sums, rules);
     const size_t values = static_cast<size_t>(num_losses) + num_sums;
     const size_t bytes = values <= kDecideStaged ? values * sizeof(double) : 0;
     decide_step_kernel<<<1, kDecideThreads, bytes, stream>>>(state, losses, num_losses, sums,

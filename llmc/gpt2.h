@@ -53,6 +53,13 @@ struct MicroBatch {
     const int* order;    // (B*T), positions sorted by input token; needed by the backward pass only
 };
 
+// Tensors whose gradients become final together and are reduced together.
+struct GradientGroup {
+    size_t first;  // in gradient_order() of gpt2_setup.h
+    size_t count;
+    size_t max_count;  // largest number of elements among them
+};
+
 struct GPT2 {
     ModelConfig config;
     ParamLayout layout;
@@ -62,6 +69,7 @@ struct GPT2 {
     int recompute = 1;
     bool use_master = true;
     ReductionPlan plan;
+    std::vector<GradientGroup> groups;  // final LayerNorm, layers L-1 ... 0, embeddings
     StepRules rules;
     AdamwOptions adamw;
     float weight_decay = 0.0f;

@@ -19,13 +19,6 @@
 
 namespace llmc {
 
-// Tensors whose gradients become final together and are reduced together.
-struct GradientGroup {
-    size_t first;  // in the order of gradient_order()
-    size_t count;
-    size_t max_count;  // largest number of elements among them
-};
-
 struct LayerTensor {
     Param id;
     size_t layer;
@@ -122,10 +115,6 @@ void upload(T* device, const std::vector<T>& host) {
     cuda_check(cudaStreamSynchronize(nullptr));
 }
 
-inline size_t num_layer_tensors(const GPT2& model) {
-    return gradient_order(model.config).size();
-}
-
 // Number of the table of ranges for one level of the tree that ends in a spare or in the gradients.
 inline size_t tree_table(int level, bool to_spare) {
     return 2 * static_cast<size_t>(level) + to_spare;
@@ -184,7 +173,8 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     model->state_layout = ParamLayout(model->config, shards);
     // In fp32 the weights are their own master copy.
     model->use_master = model->use_master && sizeof(floatX) < sizeof(float);
-    const size_t tensors = detail::num_layer_tensors(*model);
+    const size_t tensors = gradient_order(model->config).size();
+    model->groups = gradient_groups(*model);
     const size_t pieces = model->plan.chunks_per_tensor();
     model->num_segments = tensors;
     model->num_chunks = tensors * pieces;

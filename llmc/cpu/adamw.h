@@ -14,6 +14,7 @@
 #include "llmc/rng.h"
 #include "llmc/step_state.h"
 #include "llmc/stochastic_rounding.h"
+#include "llmc/update_checks.h"
 
 namespace llmc::cpu {
 
@@ -75,17 +76,7 @@ void adamw_update(const AdamwSegment<T, G>* segments, int num_segments, size_t m
                   const AdamwOptions& options, const StepInputs* inputs, const StepState* state,
                   cudaStream_t stream) {
     check_table("adamw_update", segments, num_segments);
-    if (inputs == nullptr || state == nullptr) {
-        throw Error("adamw_update: inputs or state is a null pointer");
-    }
-    const auto is_beta = [](float beta) { return beta >= 0.0f && beta < 1.0f; };
-    if (!is_beta(options.beta1) || !is_beta(options.beta2) || !(options.eps > 0.0f)) {
-        throw Error(
-            format("adamw_update: beta1 %g, beta2 %g, eps %g: betas must be in [0, 1) and "
-                   "eps positive",
-                   static_cast<double>(options.beta1), static_cast<double>(options.beta2),
-                   static_cast<double>(options.eps)));
-    }
+    check_adamw_arguments(options, inputs, state);
     if (num_segments == 0 || max_count == 0) return;
     enqueue(stream, [=] {
         if (state->skip != SkipReason::none) return;

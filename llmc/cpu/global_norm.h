@@ -10,6 +10,7 @@
 #include "llmc/precision.h"
 #include "llmc/step_decision.h"
 #include "llmc/step_state.h"
+#include "llmc/update_checks.h"
 
 namespace llmc::cpu {
 
@@ -79,17 +80,7 @@ void global_norm_chunks(double* sums, const NormChunk<G>* chunks, int num_chunks
 // or null inputs and for rules out of range.
 inline void decide_step(StepState* state, const double* losses, int num_losses, const double* sums,
                         size_t num_sums, const StepRules& rules, cudaStream_t stream) {
-    if (state == nullptr || losses == nullptr || sums == nullptr) {
-        throw Error("decide_step: state, losses or sums is a null pointer");
-    }
-    if (num_losses < 1 || num_sums < 1) {
-        throw Error(format("decide_step: %d losses and %zu sums, must be at least one of each",
-                           num_losses, num_sums));
-    }
-    if (!(rules.max_norm > 0.0f)) {
-        throw Error(format("decide_step: max_norm %g, must be positive",
-                           static_cast<double>(rules.max_norm)));
-    }
+    check_decide_arguments(state, losses, num_losses, sums, num_sums, rules);
     enqueue(stream, [=] {
         const double loss = sum_in_order(losses, static_cast<size_t>(num_losses)) / num_losses;
         decide(*state, loss, std::sqrt(sum_in_order(sums, num_sums)), rules);
