@@ -92,8 +92,8 @@ sanitize() {
 memcheck() { sanitize memcheck "$1" --error-exitcode 9; }
 
 # racecheck does not follow the asynchronous barriers of cuBLAS's kernels for sm_90 (nvjet_...) and
-# reports hazards in them; to leave those kernels out (--kernel-name-exclude) made it fail by itself.
-# So all is checked, and a hazard counts where it names a kernel that is not the library's.
+# reports hazards in them; leaving those kernels out (--kernel-name-exclude) made it fail by
+# itself. So all is checked, and a hazard counts where it names a kernel that is not the library's.
 racecheck() {
     local text
     text=$(sanitize racecheck "$1") || return
