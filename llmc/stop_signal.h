@@ -27,10 +27,11 @@ inline void install_stop_signals() {
     action.sa_handler = detail::on_stop_signal;
     action.sa_flags = SA_RESTART;
     for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1}) {
-        // A signal that the parent wants ignored (nohup) stays ignored.
+        // nohup's wish to live on is kept. That a shell ignores SIGINT in what it starts with & is not:
+        // whoever sends it to this process by number means it.
         struct sigaction old {};
         sigaction(signal, nullptr, &old);
-        if (old.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+        if (signal != SIGHUP || old.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
     }
 }
 

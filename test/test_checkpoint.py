@@ -630,3 +630,18 @@ def test_signal_during_a_long_sample(fp32: Trainer, work: Workplace) -> None:
     result = finish(process, timeout=20)
     assert result.status == 0 and "SIGTERM" in result.stdout, f"{result}"
     assert checkpoints(work.out) == [1]
+
+
+def test_interrupt_of_a_run_that_a_shell_started_in_the_background(
+    fp32: Trainer, work: Workplace
+) -> None:
+    """Shells ignore SIGINT in background jobs; sent to the run itself it counts all the same."""
+    ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
+    process = fp32.start(work.args({"-o": work.out, "-x": 100000}), prefix=ignoring)
+    while not (work.out / "run.json").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)  # ignored, as under nohup
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert "SIGINT: stopped" in finish(process, timeout=20).stdout
