@@ -108,11 +108,15 @@ void gpt2_logits(GPT2* model, int first, int rows) {
                    model->main_stream);
 }
 
-void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss) {
+void gpt2_token_losses(GPT2* model, const MicroBatch& batch, int B, int T) {
     gpt2_logits(model, 0, B * T);
     fused_classifier(model->acts.logits, model->acts.losses, batch.targets, 0.0f, B * T,
                      model->config.vocab_size, model->config.padded_vocab_size, false,
                      model->main_stream);
+}
+
+void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss) {
+    gpt2_token_losses(model, batch, B, T);
     mean_loss(loss, model->acts.losses, B * T, model->main_stream);
 }
 
@@ -314,10 +318,7 @@ std::optional<int> evaluate_hellaswag(Run& run) {
         const MicroBatch batch = run.batch_upload.put(
             model->main_stream, [&](int* in, int* out) { run.hellaswag->read_batch(i, in, out); });
         gpt2_forward(model, batch.inputs, B, T);
-        gpt2_logits(model, 0, B * T);
-        fused_classifier(model->acts.logits, model->acts.losses, batch.targets, 0.0f, B * T,
-                         model->config.vocab_size, model->config.padded_vocab_size, false,
-                         model->main_stream);
+        gpt2_token_losses(model, batch, B, T);
         cuda_check(cudaDeviceSynchronize());
         cuda_check(cudaMemcpy(losses.data(), model->acts.losses, losses.size() * sizeof(float),
                               cudaMemcpyDeviceToHost));

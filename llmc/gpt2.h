@@ -102,7 +102,10 @@ struct GPT2 {
 void gpt2_forward(GPT2* model, const int* inputs, int B, int T);
 // acts.logits (rows,Vp) of `rows` positions of acts.lnf from position `first` on.
 void gpt2_logits(GPT2* model, int first, int rows);
-// Loss of the micro-batch that gpt2_forward has just seen, into *loss; the logits are lost.
+// Losses of the micro-batch that gpt2_forward has just seen, into acts.losses (B,T); the logits are
+// lost.
+void gpt2_token_losses(GPT2* model, const MicroBatch& batch, int B, int T);
+// Their mean, into *loss.
 void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss);
 
 // Backward pass of micro-batch `local` (0 ... A-1) of this rank, whose forward pass came just before.
