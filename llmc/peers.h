@@ -1,0 +1,537 @@
+// How the processes of a run come together: rank 0 listens, every other rank connects, says who it
+// is, and keeps the connection as its control channel (control_channel.h). When all are there, rank
+// 0 tells each the table of ranks and the id that NCCL starts from. See handshake.h for what is
+// said, and for what a stranger on the port can and cannot do.
+#pragma once
+
+#include <poll.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/control_channel.h"
+#include "llmc/error.h"
+#include "llmc/handshake.h"
+#include "llmc/net.h"
+#include "llmc/printable.h"
+
+namespace llmc {
+
+namespace detail {
+
+// "within 300 s (LLMC_INIT_TIMEOUT_S)"
+inline std::string within_limit(double limit_s) {
+    return format("within %g s (LLMC_INIT_TIMEOUT_S)", limit_s);
+}
+
+inline uint64_t random_token() {
+    uint64_t token = 0;
+    while (token == 0) {
+        if (::getrandom(&token, sizeof(token), 0) != sizeof(token) && errno != EINTR) {
+            throw Error("cannot draw random bytes: " + net::error_text(errno));
+        }
+    }
+    return token;
+}
+
+}  // namespace detail
+
+// Rank 0's side.
+class PeerServer {
+  public:
+    // Listens on an address or name of this machine, "" for all its interfaces; port 0 is any free
+    // one. Ranks that come early wait in the system's queue. `what` begins the message of an Error
+    // ("-ps node1 -pp 17171").
+    PeerServer(const std::string& host, int port, const std::string& job_token,
+               const std::string& what)
+        : listener_(net::listen_on(host, port, what)),
+          server_{1, handshake::job_token_of(job_token), detail::random_token()} {
+        std::vector<std::string> hosts = {net::local_address(listener_)};
+        if (host.empty()) hosts = net::own_addresses();
+        const int own_port = net::local_port(listener_);
+        for (const std::string& one : hosts) addresses_.push_back({one, own_port});
+    }
+
+    int port() const { return addresses_.front().port; }
+    // A random number that is this object's alone. A client that knows it takes no other rank 0.
+    uint64_t token() const { return server_.server_token; }
+    // Where clients may reach it, likely ones first.
+    const std::vector<net::Endpoint>& addresses() const { return addresses_; }
+
+    // Serves until all other ranks are here, tells each the table and `id`, and stops listening.
+    // Whoever says nothing, or nothing sensible, is dropped after a few seconds without harm to
+    // the others, who are served meanwhile; a process that does not belong here is told why. After
+    // `limit_s` seconds, or when two ranks use one GPU, an Error, which those present get, too.
+    // `every_second` is called about that often. For one call.
+    std::unique_ptr<Peers> wait_for_all(const PeerInfo& self, const unsigned char (&id)[kIdBytes],
+                                        double limit_s,
+                                        const std::function<void()>& every_second = {});
+
+  private:
+    using Message = handshake::Message;
+    using MessageType = handshake::MessageType;
+
+    // Connections that have yet to say who they are, or have been sent away and may still read why.
+    // More of them push out the oldest; a rank says its hello at once.
+    static constexpr size_t kMostNewcomers = 256;
+    static constexpr size_t kMostAcceptedAtOnce = 64;
+    static constexpr double kHelloSeconds = 5;
+
+    struct Newcomer {
+        MessageLink link;
+        net::Deadline deadline;
+        std::string from;
+        bool is_dismissed = false;
+    };
+
+    Message message(MessageType type, int rank, const std::string& text) const;
+    std::vector<int> missing() const;
+    std::string limit_message(double limit_s) const;
+    void wait_for_events(net::Deadline deadline);
+    void accept_newcomers();
+    void hear_newcomers();
+    void hear(Newcomer* newcomer);
+    void admit(Newcomer* newcomer, const Message& hello);
+    void dismiss(Newcomer* newcomer, const std::string& who, const std::string& why);
+    void hear_arrived();
+    void tell_who_is_missing();
+    [[noreturn]] void give_up(const std::string& text);
+    std::unique_ptr<Peers> start(const unsigned char (&id)[kIdBytes]);
+
+    net::Socket listener_;
+    handshake::ServerIdentity server_;
+    std::vector<net::Endpoint> addresses_;
+    std::list<Newcomer> newcomers_;
+    std::vector<MessageLink> arrived_;  // by rank, closed where it is not here; rank 0 unused
+    std::vector<PeerInfo> table_;       // by rank
+    std::vector<bool> has_come_;        // by rank, also of those that have left again
+    std::string last_refusal_;
+};
+
+inline PeerServer::Message PeerServer::message(MessageType type, int rank,
+                                               const std::string& text) const {
+    Message message;
+    message.type = type;
+    message.rank = rank;
+    message.size = server_.size;
+    message.server_token = server_.server_token;
+    message.text = text;
+    return message;
+}
+
+inline std::vector<int> PeerServer::missing() const {
+    std::vector<int> ranks;
+    for (int rank = 1; rank < server_.size; ++rank) {
+        if (!arrived_[static_cast<size_t>(rank)].is_open()) ranks.push_back(rank);
+    }
+    return ranks;
+}
+
+inline std::string PeerServer::limit_message(double limit_s) const {
+    std::vector<int> absent, left;
+    for (const int rank : missing()) {
+        (has_come_[static_cast<size_t>(rank)] ? left : absent).push_back(rank);
+    }
+    std::string text;
+    if (!absent.empty()) {
+        text = handshake::rank_list(absent) + format(" of %d did not arrive ", server_.size);
+    }
+    if (!left.empty()) {
+        if (!absent.empty()) text += "and ";
+        text += handshake::rank_list(left) +
+                (absent.empty() ? format(" of %d", server_.size) : "") + " came and left again ";
+    }
+    text += detail::within_limit(limit_s) + "; rank 0 waited at " +
+            net::endpoint_text(addresses_.front());
+    if (!last_refusal_.empty()) text += "; the last process refused was " + last_refusal_;
+    return text;
+}
+
+inline std::unique_ptr<Peers> PeerServer::wait_for_all(const PeerInfo& self,
+                                                       const unsigned char (&id)[kIdBytes],
+                                                       double limit_s,
+                                                       const std::function<void()>& every_second) {
+    if (self.size < 1 || self.size > handshake::kMaxRanks) {
+        throw Error(format("%d ranks: must be between 1 and %d", self.size, handshake::kMaxRanks));
+    }
+    const net::Deadline deadline = net::after(limit_s);
+    server_.size = self.size;
+    const size_t size = static_cast<size_t>(self.size);
+    arrived_ = std::vector<MessageLink>(size);
+    table_ = std::vector<PeerInfo>(size);
+    table_[0] = self;
+    has_come_.assign(size, false);
+    net::Deadline next_second = net::Clock::now();
+    while (!missing().empty()) {
+        const net::Deadline now = net::Clock::now();
+        if (now >= deadline) give_up(limit_message(limit_s));
+        if (now >= next_second) {
+            tell_who_is_missing();
+            if (every_second) every_second();
+            next_second = net::after(1);
+        }
+        wait_for_events(std::min(deadline, next_second));
+        accept_newcomers();
+        hear_newcomers();
+        hear_arrived();
+    }
+    const std::string shared = handshake::shared_device(table_);
+    if (!shared.empty()) give_up(shared);
+    return start(id);
+}
+
+inline void PeerServer::wait_for_events(net::Deadline deadline) {
+    std::vector<pollfd> entries = {{listener_.fd(), POLLIN, 0}};
+    for (const Newcomer& newcomer : newcomers_) {
+        entries.push_back(newcomer.link.poll_entry());
+        deadline = std::min(deadline, newcomer.deadline);
+    }
+    for (const MessageLink& link : arrived_) entries.push_back(link.poll_entry());
+    ::poll(entries.data(), entries.size(), net::poll_ms(deadline));
+}
+
+inline void PeerServer::accept_newcomers() {
+    for (size_t i = 0; i < kMostAcceptedAtOnce; ++i) {
+        bool exhausted = false;
+        net::Socket socket = net::try_accept(listener_, &exhausted);
+        if (!socket && !exhausted) return;
+        if (exhausted && newcomers_.empty()) {
+            // Not by strangers. The connection stays in the queue, so poll would not wait.
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            return;
+        }
+        if (exhausted || newcomers_.size() == kMostNewcomers) newcomers_.pop_front();
+        if (!socket) continue;
+        std::string from = net::remote_address(socket);
+        newcomers_.push_back(
+            {MessageLink(std::move(socket)), net::after(kHelloSeconds), std::move(from), false});
+    }
+}
+
+inline void PeerServer::hear_newcomers() {
+    const net::Deadline now = net::Clock::now();
+    for (auto newcomer = newcomers_.begin(); newcomer != newcomers_.end();) {
+        hear(&*newcomer);
+        const bool stays = newcomer->link.is_open() && now < newcomer->deadline;
+        newcomer = stays ? std::next(newcomer) : newcomers_.erase(newcomer);
+    }
+}
+
+// Afterwards the newcomer is among those that have arrived, still a newcomer, or closed.
+inline void PeerServer::hear(Newcomer* newcomer) {
+    std::vector<Message> messages;
+    uint32_t version = 0;
+    const MessageLink::State state = newcomer->link.receive(&messages, 1, &version);
+    newcomer->link.flush();
+    if (newcomer->is_dismissed) {
+        if (state != MessageLink::State::kOpen) newcomer->link.close();
+    } else if (state == MessageLink::State::kOtherVersion) {
+        dismiss(newcomer, "a process", handshake::version_refusal(version));
+    } else if (messages.empty()) {
+        if (state != MessageLink::State::kOpen) newcomer->link.close();
+    } else if (messages[0].type != MessageType::kHello) {
+        newcomer->link.close();
+    } else {
+        admit(newcomer, messages[0]);
+    }
+}
+
+inline void PeerServer::admit(Newcomer* newcomer, const Message& hello) {
+    std::string why = handshake::judge_hello(hello, server_);
+    const size_t rank = static_cast<size_t>(hello.rank);
+    // A rank that was killed and started anew takes its old place.
+    if (why.empty() && arrived_[rank].is_open() && !arrived_[rank].looks_closed()) {
+        why = format("rank %d is here already, from ", hello.rank) +
+              net::remote_address(arrived_[rank].socket()) +
+              "; give every process a rank of its own";
+    }
+    if (!why.empty()) {
+        dismiss(newcomer, format("rank %d", hello.rank), why);
+        return;
+    }
+    table_[rank] = {hello.rank, hello.size, hello.host_hash, hello.text};
+    has_come_[rank] = true;
+    arrived_[rank] = std::move(newcomer->link);
+    newcomer->link = MessageLink();
+    const std::vector<int> others = missing();
+    const std::string text = others.empty() ? "" : handshake::rank_list(others);
+    arrived_[rank].queue(message(MessageType::kWaiting, 0, text));
+    arrived_[rank].flush();
+}
+
+// Says why, and leaves the connection open for the newcomer to read it: closing it right away could
+// destroy the message on its way.
+inline void PeerServer::dismiss(Newcomer* newcomer, const std::string& who,
+                                const std::string& why) {
+    newcomer->link.queue(
+        message(MessageType::kRefusal, 0,
+                "rank 0 refused this process, " + who + " from " + newcomer->from + ": " + why));
+    newcomer->link.end_output();
+    newcomer->is_dismissed = true;
+    last_refusal_ = who + " from " + newcomer->from + ": " + why;
+}
+
+inline void PeerServer::hear_arrived() {
+    for (MessageLink& link : arrived_) {
+        if (!link.is_open()) continue;
+        // A rank has nothing to say before the start, so anything but silence is its end.
+        std::vector<Message> messages;
+        uint32_t version = 0;
+        const MessageLink::State state = link.receive(&messages, 1, &version);
+        link.flush();
+        if (state != MessageLink::State::kOpen || !messages.empty()) link.close();
+    }
+}
+
+inline void PeerServer::tell_who_is_missing() {
+    const std::vector<int> ranks = missing();
+    if (ranks.empty()) return;
+    const Message news = message(MessageType::kWaiting, 0, handshake::rank_list(ranks));
+    for (MessageLink& link : arrived_) {
+        if (!link.is_open() || !link.is_flushed()) continue;
+        link.queue(news);
+        link.flush();
+    }
+}
+
+// Tells all that are here, gives them a second to read it, and throws.
+inline void PeerServer::give_up(const std::string& text) {
+    listener_.close();
+    newcomers_.clear();
+    for (MessageLink& link : arrived_) {
+        if (!link.is_open()) continue;
+        link.queue(message(MessageType::kRefusal, 0, text));
+        link.end_output();
+    }
+    const net::Deadline deadline = net::after(1);
+    const auto is_open = [](const MessageLink& link) { return link.is_open(); };
+    while (std::any_of(arrived_.begin(), arrived_.end(), is_open) && net::Clock::now() < deadline) {
+        wait_for_events(deadline);
+        hear_arrived();
+    }
+    arrived_.clear();
+    throw Error(text);
+}
+
+inline std::unique_ptr<Peers> PeerServer::start(const unsigned char (&id)[kIdBytes]) {
+    listener_.close();
+    newcomers_.clear();
+    std::vector<Message> messages;
+    for (const PeerInfo& row : table_) {
+        Message peer = message(MessageType::kPeer, row.rank, row.device);
+        peer.host_hash = row.host_hash;
+        messages.push_back(std::move(peer));
+    }
+    messages.push_back(message(MessageType::kStart, 0, ""));
+    std::copy(id, id + kIdBytes, messages.back().id.begin());
+    for (MessageLink& link : arrived_) {
+        if (!link.is_open()) continue;
+        for (const Message& one : messages) link.queue(one);
+        link.flush();
+    }
+    return std::make_unique<Peers>(0, table_, std::move(arrived_));
+}
+
+namespace detail {
+
+// What a rank that joins says, and how far it has come.
+class Joining {
+  public:
+    Joining(const std::string& job_token, const PeerInfo& self, double limit_s)
+        : job_token_(handshake::job_token_of(job_token)),
+          self_(self),
+          limit_s_(limit_s),
+          deadline_(net::after(limit_s)) {}
+
+    bool is_over() const { return net::Clock::now() >= deadline_; }
+    net::Deadline deadline() const { return deadline_; }
+    double limit_s() const { return limit_s_; }
+    // Why the last attempt failed.
+    const std::string& reason() const { return reason_; }
+
+    // Connects to one endpoint and stays until the start. `server_token` 0 takes any rank 0. Returns
+    // nothing when rank 0 is not there (yet), or not there any more. Error when rank 0 refuses, or
+    // at the limit while other ranks are missing.
+    std::unique_ptr<Peers> attempt(const net::Endpoint& endpoint, uint64_t server_token,
+                                   unsigned char (&id)[kIdBytes]) {
+        where_ = net::endpoint_text(endpoint);
+        missing_.clear();
+        table_.clear();
+        is_known_ = false;
+        net::Socket socket =
+            net::connect_to(endpoint, std::min(deadline_, net::after(kConnectSeconds)), &reason_);
+        if (!socket) return nullptr;
+        MessageLink link(std::move(socket));
+        link.queue(hello(server_token));
+        const net::Deadline answer_by = std::min(deadline_, net::after(kAnswerSeconds));
+        for (;;) {
+            link.flush();
+            // Rank 0 has the same limit, but may have begun a little later: it has the last word.
+            const net::Deadline patience = deadline_ + std::chrono::seconds(kGraceSeconds);
+            const net::Deadline until = is_known_ ? patience : answer_by;
+            if (net::Clock::now() >= until) {
+                if (is_known_) fail_at_limit();
+                reason_ = "it does not answer";
+                return nullptr;
+            }
+            pollfd entry = link.poll_entry();
+            ::poll(&entry, 1, net::poll_ms(until));
+            // One message at a time: what comes behind the start is for Peers.
+            std::vector<handshake::Message> messages;
+            uint32_t version = 0;
+            const MessageLink::State state = link.receive(&messages, 1, &version);
+            for (const handshake::Message& message : messages) {
+                if (server_token != 0 && message.server_token != server_token) {
+                    reason_ = "rank 0 of another run answers there";
+                    return nullptr;
+                }
+                if (!understand(message)) return nullptr;
+                if (message.type == handshake::MessageType::kStart) {
+                    std::copy(message.id.begin(), message.id.end(), id);
+                    std::vector<MessageLink> links;
+                    links.push_back(std::move(link));
+                    return std::make_unique<Peers>(self_.rank, table_, std::move(links));
+                }
+            }
+            if (state == MessageLink::State::kOtherVersion) fail_over_version(version);
+            if (state == MessageLink::State::kForeign) reason_ = "another program answers there";
+            if (state == MessageLink::State::kClosed) reason_ = "it closed the connection";
+            if (state != MessageLink::State::kOpen) return nullptr;
+        }
+    }
+
+  private:
+    static constexpr double kConnectSeconds = 3;
+    static constexpr double kAnswerSeconds = 5;
+    static constexpr int kGraceSeconds = 3;
+
+    handshake::Message hello(uint64_t server_token) const {
+        handshake::Message message;
+        message.type = handshake::MessageType::kHello;
+        message.rank = self_.rank;
+        message.size = self_.size;
+        message.server_token = server_token;
+        message.job_token = job_token_;
+        message.host_hash = self_.host_hash;
+        message.text = self_.device;
+        return message;
+    }
+
+    // Takes a message in; false when it is not one that rank 0 sends now.
+    bool understand(const handshake::Message& message) {
+        using handshake::MessageType;
+        if (message.type == MessageType::kRefusal) throw Error(message.text);
+        bool expected = message.size == self_.size;
+        if (message.type == MessageType::kWaiting) {
+            is_known_ = true;
+            missing_ = message.text;
+        } else if (message.type == MessageType::kPeer) {
+            expected = expected && static_cast<size_t>(message.rank) == table_.size();
+            table_.push_back({message.rank, message.size, message.host_hash, message.text});
+        } else {
+            expected = expected && message.type == MessageType::kStart &&
+                       table_.size() == static_cast<size_t>(self_.size);
+        }
+        if (!expected) reason_ = "it says what rank 0 would not";
+        return expected;
+    }
+
+    [[noreturn]] void fail_at_limit() const {
+        if (missing_.empty()) {
+            throw Error("rank 0 at " + where_ + " answered but did not start the run " +
+                        within_limit(limit_s_));
+        }
+        throw Error(missing_ + format(" of %d did not arrive ", self_.size) +
+                    within_limit(limit_s_) + "; rank 0 waits at " + where_);
+    }
+    [[noreturn]] void fail_over_version(uint32_t version) const {
+        throw Error("rank 0 at " + where_ +
+                    format(" speaks version %u of the protocol and this process version %u; start "
+                           "the same program on all ranks",
+                           version, handshake::kProtocolVersion));
+    }
+
+    const handshake::JobToken job_token_;
+    const PeerInfo self_;
+    const double limit_s_;
+    const net::Deadline deadline_;
+    std::string where_;
+    std::string reason_;
+    std::string missing_;    // as rank 0 told last
+    bool is_known_ = false;  // rank 0 has taken the hello
+    std::vector<PeerInfo> table_;
+};
+
+// Throws when a host's name means nothing. A name server that does not answer gets ten seconds.
+inline void require_known_hosts(const std::vector<net::Endpoint>& where, double limit_s,
+                                const std::string& begin) {
+    const net::Deadline patience = net::after(std::min(limit_s, 10.0));
+    for (const net::Endpoint& endpoint : where) {
+        for (;;) {
+            const net::Resolved found = net::resolve(endpoint, false);
+            if (!found.addresses.empty()) break;
+            if (!found.temporary || net::Clock::now() >= patience) {
+                throw Error(begin + found.error + "; give rank 0's host name or address");
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        }
+    }
+}
+
+// Waits between two attempts: longer each time, up to a second.
+class Pause {
+  public:
+    void wait(net::Deadline deadline) {
+        std::this_thread::sleep_until(std::min(deadline, net::after(seconds_)));
+        seconds_ = std::min(1.0, 1.5 * seconds_);
+    }
+
+  private:
+    double seconds_ = 0.02;
+};
+
+}  // namespace detail
+
+// The side of all other ranks: connects to rank 0 at one of the endpoints `where` and waits until
+// all ranks are there; fills `id`. Rank 0 may start later: a refused connection is tried again until
+// `limit_s` seconds have passed. With a `server_token`, PeerServer::token(), nobody but that rank 0
+// will do. Error, which begins with `what` where flags are to blame, when a host is unknown, rank 0
+// refuses this process, or rank 0 or others do not come.
+inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where,
+                                         const std::string& job_token, const PeerInfo& self,
+                                         unsigned char (&id)[kIdBytes], double limit_s,
+                                         const std::string& what, uint64_t server_token = 0) {
+    const std::string begin = what.empty() ? "" : what + ": ";
+    detail::Joining joining(job_token, self, limit_s);
+    detail::require_known_hosts(where, limit_s, begin);
+    detail::Pause pause;
+    std::string places, reason;
+    for (const net::Endpoint& endpoint : where) {
+        places += (places.empty() ? "" : ", ") + net::endpoint_text(endpoint);
+    }
+    do {
+        for (size_t i = 0; i < where.size(); ++i) {
+            std::unique_ptr<Peers> peers = joining.attempt(where[i], server_token, id);
+            if (peers != nullptr) return peers;
+            // The likeliest address has the most to tell.
+            if (i == 0) reason = joining.reason();
+        }
+        pause.wait(joining.deadline());
+    } while (!joining.is_over());
+    throw Error(begin + "rank 0 did not answer at " + places + " " + detail::within_limit(limit_s) +
+                ": " + reason);
+}
+
+}  // namespace llmc
