@@ -245,7 +245,7 @@ inline Socket listen_at(const Address& address, int* number) {
 }
 
 inline std::string listen_advice(const std::string& host, int port, int number) {
-    const std::string where = host.empty() ? "this machine" : host;
+    const std::string where = host.empty() ? "this machine" : printable(host);
     if (number == EADDRINUSE) {
         return format("port %d is in use on %s; choose another, the same on all ranks", port,
                       where.c_str());
