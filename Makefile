@@ -17,6 +17,8 @@ CPU_ARCH ?= native
 GPU_ARCH ?=
 ## address or thread: CPU build under that sanitizer
 SANITIZE ?=
+## 1: CPU build with the faults and delays that tests plant (llmc/test_switches.h)
+SWITCHES ?=
 ## 1 or 0: are warnings errors? (empty: up to g++ 12, since newer ones warn of more)
 WERROR ?=
 ## Where the CUDA toolkit is (empty: nvcc on the PATH, or /usr/local/cuda)
@@ -53,7 +55,7 @@ one_of = $(if $(filter-out $(2),$($(1))),$(error $(1)=$($(1)) is not known: use 
 $(call one_of,PRECISION,FP32 BF16,FP32 or BF16)
 $(call one_of,GRAD_PRECISION,FP32,FP32 or leave it empty)
 $(call one_of,SANITIZE,address thread,address or thread)
-$(foreach v,NO_MULTI_GPU NO_USE_MPI USE_CUDNN WERROR,$(call one_of,$(v),0 1,0 or 1))
+$(foreach v,NO_MULTI_GPU NO_USE_MPI USE_CUDNN SWITCHES WERROR,$(call one_of,$(v),0 1,0 or 1))
 
 GXX_UP_TO_12 := $(filter 7 8 9 10 11 12,$(firstword $(subst ., ,$(shell $(CXX) -dumpversion 2>&1))))
 WARNINGS_ARE_ERRORS := $(if $(filter 1,$(or $(WERROR),$(GXX_UP_TO_12:%=1))),-Werror)

@@ -62,14 +62,23 @@ static floatX* residual_into(const GPT2& model, int l, size_t rows) {
     return l == 0 ? model.acts.encoded : at_layer(model, l - 1, rows).residual3;
 }
 
+// The main stream waits for the weights of an update group; they may still be on their way from the
+// ranks that have updated them.
+static void wait_for_weights(const GPT2& model, size_t group) {
+    if (model.gathered.empty()) return;
+    cuda_check(cudaStreamWaitEvent(model.main_stream, model.gathered[group], 0));
+}
+
 void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
     const int rows = B * T, C = model->config.channels, NH = model->config.num_heads;
     const ParamTensors<floatX>& w = model->params;
     cudaStream_t stream = model->main_stream;
     Activations& acts = model->acts;
 
+    wait_for_weights(*model, 0);
     encoder_forward(acts.encoded, inputs, w.at(Param::wte), w.at(Param::wpe), B, T, C, stream);
     Activations a = at_layer(*model, 0, rows);
+    wait_for_weights(*model, 1);
     layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, acts.encoded, w.at(Param::ln1w),
                       w.at(Param::ln1b), rows, C, stream);
     for (int l = 0; l < model->config.num_layers; ++l) {
@@ -87,6 +96,7 @@ void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
         gelu_forward(a.fch_gelu, a.fch, static_cast<size_t>(rows) * 4 * C, stream);
         matmul_forward(acts.projection, a.fch_gelu, w.at(Param::fcprojw, l),
                        w.at(Param::fcprojb, l), rows, 4 * C, C, stream);
+        wait_for_weights(*model, l + 2);  // of the next layer, or the final LayerNorm
         if (l + 1 < model->config.num_layers) {
             const Activations next = at_layer(*model, l + 1, rows);
             fused_residual_layernorm_forward(a.residual3, next.ln1, next.ln1_mean, next.ln1_rstd,
@@ -137,11 +147,18 @@ GradientTarget gradient_target(const GPT2& model, int local) {
     const int buffer = slot_target(plan, slot);
     GradientTarget target;
     target.grads = buffer == kGradients ? model.grads : model.spares[buffer];
-    target.accumulate = place > 0;
+    target.accumulate = place > 0 || (planted_fault() == Fault::fused_leaf && slot % 2 == 1);
     target.slot_complete = place == plan.micro_per_slot() - 1;
     target.step_complete = local == plan.micro_per_rank() - 1;
     if (target.slot_complete) target.nodes = nodes_after_slot(plan, slot);
     return target;
+}
+
+// Fault::fused_leaf: the slot has gone on adding to what spare 0 held, in place of the node.
+void copy_gradients(GPT2* model, const ParamTensors<gradX>& to) {
+    cuda_check(cudaMemcpyAsync(to.base, model->grads.base,
+                               model->layout.buffer_elements() * sizeof(gradX),
+                               cudaMemcpyDeviceToDevice, model->main_stream));
 }
 
 // Adds up the tree's nodes for a range of tensors, given in the order of gradient_order().
@@ -149,16 +166,41 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t firs
                     size_t max_count) {
     const size_t tensors = model->num_segments;
     for (const TreeNode& node : nodes) {
+        if (planted_fault() == Fault::fused_leaf && node.left == 0) {
+            if (node.out != kGradients) copy_gradients(model, model->spares[node.out]);
+            continue;
+        }
         const size_t table = detail::tree_table(node.left, node.out != kGradients);
         tree_add(model->tree_ranges + table * tensors + first, static_cast<int>(count), max_count,
                  model->main_stream);
     }
 }
 
-// The gradients of a group are final on this rank for this micro-batch.
-void finish_group(GPT2* model, const GradientTarget& target, const GradientGroup& group) {
+// Queues the reduction across ranks of N tensors, from number `first` of gradient_order() on.
+template <size_t N>
+void reduce_tensors(GPT2* model, size_t first, MultiGpuConfig* multi_gpu) {
+    gradX* tensors[N];
+    size_t sizes[N];
+    for (size_t i = 0; i < N; ++i) {
+        const LayerTensor& t = model->gradient_order[first + i];
+        tensors[i] = model->grads.at(t.id, t.layer);
+        sizes[i] = model->layout.layer_elements(t.id);
+    }
+    multi_gpu_async_reduce_gradient(tensors, sizes, multi_gpu, model->main_stream);
+}
+
+// The gradients of a group are final on this rank for this micro-batch; after its last one they are
+// reduced.
+void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& group,
+                  MultiGpuConfig* multi_gpu) {
+    constexpr size_t kLayer = 12, kOther = 2;
     if (!target.step_complete) return;
     add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
+    if (group.count == kLayer) {
+        reduce_tensors<kLayer>(model, group.first, multi_gpu);
+    } else {
+        reduce_tensors<kOther>(model, group.first, multi_gpu);
+    }
 }
 
 // Backward pass of the MLP: from the gradient of residual3, in acts.dresidual, to that of residual2.
@@ -225,6 +267,12 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
     const int B = model->batch, T = model->sequence, rows = B * T;
     const int C = model->config.channels, Vp = model->config.padded_vocab_size;
     const GradientTarget target = gradient_target(*model, local);
+    if (planted_fault() == Fault::fused_leaf && target.accumulate &&
+        local % plan.micro_per_slot() == 0) {
+        cuda_check(cudaMemcpyAsync(model->grads.base, model->spares[0].base,
+                                   model->layout.buffer_elements() * sizeof(gradX),
+                                   cudaMemcpyDeviceToDevice, model->main_stream));
+    }
     const ParamTensors<gradX>& g = target.grads;
     const ParamTensors<floatX>& w = model->params;
     Activations& a = model->acts;
@@ -238,7 +286,7 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
     fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size, Vp,
                      true, stream);
     const int index = multi_gpu->process_rank * plan.micro_per_rank() + local;
-    mean_loss(model->micro_losses + index, a.losses, rows, stream);
+    mean_loss(model->own_loss(index), a.losses, rows, stream);
 
     gradX* no_bias = nullptr;
     matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
@@ -248,33 +296,67 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
                        residual_into(*model, model->config.num_layers, rows), w.at(Param::lnfw),
                        a.lnf_mean, a.lnf_rstd, a.scratch, rows, C, false, target.accumulate,
                        stream);
-    finish_group(model, target, model->groups.front());
+    finish_group(model, target, model->groups.front(), multi_gpu);
     for (int l = model->config.num_layers - 1; l >= 0; --l) {
         backward_mlp(model, l, rows, target);
         backward_attention(model, l, B, T, target);
-        finish_group(model, target, model->groups[model->config.num_layers - l]);
+        finish_group(model, target, model->groups[model->config.num_layers - l], multi_gpu);
     }
     encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
                      a.scratch, B, T, C, target.accumulate, stream);
-    finish_group(model, target, model->groups.back());
+    finish_group(model, target, model->groups.back(), multi_gpu);
 
     if (target.slot_complete && !target.step_complete) {
         add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
     }
 }
 
-void gpt2_update(GPT2* model, const StepInputs* inputs) {
+namespace {
+
+// AdamW of one update group, and the gathering of what it has made.
+void update_group(GPT2* model, size_t number, const StepInputs* inputs,
+                  const MultiGpuConfig& multi_gpu) {
+    const TensorGroup& group = model->update_groups[number];
+    adamw_update(model->adamw_segments + group.first, static_cast<int>(group.count),
+                 group.max_count, model->adamw, inputs, model->step_state, model->main_stream);
+    std::vector<floatX*> tensors;
+    std::vector<size_t> sizes;
+    for (size_t i = group.first; i < group.first + group.count; ++i) {
+        const LayerTensor& t = model->update_order[i];
+        tensors.push_back(model->params.at(t.id, t.layer));
+        sizes.push_back(model->layout.layer_elements(t.id));
+    }
+    multi_gpu_gather_weights(tensors.data(), sizes.data(), tensors.size(), static_cast<int>(number),
+                             model->gathered[number], &multi_gpu, model->main_stream);
+}
+
+}  // namespace
+
+void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gpu) {
     cudaStream_t stream = model->main_stream;
-    global_norm_chunks(model->chunk_sums, model->norm_chunks, static_cast<int>(model->num_chunks),
-                       model->max_chunk, model->acts.scratch, stream);
-    decide_step(model->step_state, model->micro_losses, model->plan.num_micro_batches,
-                model->chunk_sums, model->num_chunks, model->rules, stream);
+    multi_gpu_finish_reduction(multi_gpu, stream);
+    global_norm_chunks(model->own_chunk_sums(), model->norm_chunks,
+                       static_cast<int>(model->num_chunks), model->max_chunk, model->acts.scratch,
+                       stream);
+    cuda_check(cudaMemcpyAsync(model->own_stop(), model->host_stop, sizeof(double),
+                               cudaMemcpyHostToDevice, stream));
+    multi_gpu_sum_doubles(model->step_sums, model->own_sums, model->num_sums, multi_gpu, stream);
+    decide_step(model->step_state, model->micro_losses(), model->plan.num_micro_batches,
+                model->chunk_sums(), model->num_chunks, model->rules, stream);
     // The host learns of the decision while AdamW still runs.
     cuda_check(cudaMemcpyAsync(model->host_state, model->step_state, sizeof(StepState),
                                cudaMemcpyDeviceToHost, stream));
+    cuda_check(cudaMemcpyAsync(model->host_stop + 1, model->stop(), sizeof(double),
+                               cudaMemcpyDeviceToHost, stream));
     cuda_check(cudaEventRecord(model->decided, stream));
-    adamw_update(model->adamw_segments, static_cast<int>(model->num_segments), model->max_segment,
-                 model->adamw, inputs, model->step_state, stream);
+    if (model->gathered.empty()) {
+        adamw_update(model->adamw_segments, static_cast<int>(model->num_segments),
+                     model->max_segment, model->adamw, inputs, model->step_state, stream);
+        return;
+    }
+    for (size_t number = 0; number < model->update_groups.size(); ++number) {
+        update_group(model, number, inputs, *multi_gpu);
+    }
 }
 
 #ifndef LLMC_NO_MAIN  // tests link the functions above with a main of their own
@@ -284,26 +366,44 @@ void gpt2_update(GPT2* model, const StepInputs* inputs) {
 
 namespace {
 
+// Whether a rank has been asked to stop; every rank calls this, and gets the same answer.
+bool any_stop_requested(Run& run) {
+    const float asked = stop_requested() != 0 ? 1.0f : 0.0f;
+    run.stopping = run.stopping || multi_gpu_cpu_float_sum(asked, &run.multi_gpu) > 0.0f;
+    return run.stopping;
+}
+
+// Whether to stop now, as all ranks know it: what one of them has been told since the step's end or the
+// last evaluation counts at the next.
+bool is_stopping(const Run& run) {
+    return run.stopping || (run.multi_gpu.num_processes == 1 && stop_requested() != 0);
+}
+
 // ---- evaluation ----
 
-// Mean loss of the validation micro-batches, added up in their order; nothing when asked to stop.
+// Mean loss of the validation micro-batches, added up in their order, whatever the number of ranks
+// that share them; nothing when asked to stop.
 std::optional<double> validate(Run& run) {
     const int B = run.options.batch_size, T = run.options.seq_len, count = run.val_batches();
+    const int n = run.multi_gpu.num_processes, rank = run.multi_gpu.process_rank;
     GPT2* model = &run.model;
-    for (int j = 0; j < count; ++j) {
-        if (stop_requested()) return std::nullopt;
+    for (int j = rank; j < count && !stop_requested(); j += n) {
         const MicroBatch batch = run.batch_upload.put(model->main_stream, [&](int* in, int* out) {
             run.val_data->read_validation_micro_batch(j, B, in, out);
         });
         gpt2_forward(model, batch.inputs, B, T);
-        gpt2_loss(model, batch, B, T, run.val_losses + j);
+        gpt2_loss(model, batch, B, T, run.val_losses + j / n);
     }
-    std::vector<double> losses(count);
-    cuda_check(cudaDeviceSynchronize());
+    const int each = (count + n - 1) / n;  // the last ranks may have one less
+    std::vector<double> own(each);
+    multi_gpu_drain(&run.multi_gpu, model->main_stream);
     cuda_check(
-        cudaMemcpy(losses.data(), run.val_losses, count * sizeof(double), cudaMemcpyDeviceToHost));
+        cudaMemcpy(own.data(), run.val_losses, each * sizeof(double), cudaMemcpyDeviceToHost));
+    const std::vector<double> losses =
+        multi_gpu_all_gather_host(run.multi_gpu, own.data(), own.size(), "validation losses");
+    if (any_stop_requested(run)) return std::nullopt;
     double sum = 0.0;
-    for (const double loss : losses) sum += loss;
+    for (int j = 0; j < count; ++j) sum += losses[j % n * each + j / n];
     return sum / count;
 }
 
@@ -313,17 +413,22 @@ std::optional<int> evaluate_hellaswag(Run& run) {
     GPT2* model = &run.model;
     std::vector<float> losses(static_cast<size_t>(B) * T);
     int correct = 0;
-    for (int i = 0; i < run.hellaswag->num_batches(); ++i) {
-        if (stop_requested()) return std::nullopt;
+    const int n = run.multi_gpu.num_processes;
+    for (int i = run.multi_gpu.process_rank; i < run.hellaswag->num_batches(); i += n) {
+        if (stop_requested()) break;
         const MicroBatch batch = run.batch_upload.put(
             model->main_stream, [&](int* in, int* out) { run.hellaswag->read_batch(i, in, out); });
         gpt2_forward(model, batch.inputs, B, T);
         gpt2_token_losses(model, batch, B, T);
-        cuda_check(cudaDeviceSynchronize());
+        multi_gpu_drain(&run.multi_gpu, model->main_stream);
         cuda_check(cudaMemcpy(losses.data(), model->acts.losses, losses.size() * sizeof(float),
                               cudaMemcpyDeviceToHost));
         correct += run.hellaswag->count_correct(i, losses.data());
     }
+    // Exact: there are fewer examples than 2^24.
+    correct =
+        static_cast<int>(multi_gpu_cpu_float_sum(static_cast<float>(correct), &run.multi_gpu));
+    if (any_stop_requested(run)) return std::nullopt;
     return correct;
 }
 
@@ -343,7 +448,7 @@ std::vector<int> generate(Run& run, int step) {
         });
         gpt2_forward(model, batch.inputs, 1, padded);
         gpt2_logits(model, used - 1, 1);
-        cuda_check(cudaDeviceSynchronize());
+        multi_gpu_drain(&run.multi_gpu, model->main_stream);
         cuda_check(cudaMemcpy(row.data(), model->acts.logits, row.size() * sizeof(floatX),
                               cudaMemcpyDeviceToHost));
         for (size_t v = 0; v < row.size(); ++v) logits[v] = to_float(row[v]);
@@ -404,17 +509,22 @@ void save(Run& run, int step) {
     const Options& options = run.options;
     const StateHeader header =
         make_state_header(run.model, options, run.batch.total_tokens, run.train_data->data_hash());
-    cuda_check(cudaDeviceSynchronize());
+    multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
     print0(run, "writing checkpoint of step %d to %s\n", step, options.output_dir.c_str());
     gpt2_save_checkpoint(&run.model, run.multi_gpu, header, options.output_dir, step);
-    if (run.is_main()) {
+    multi_gpu_together(run.multi_gpu, [&] {
+        if (!run.is_main()) return;
         prune_checkpoints(options.output_dir, options.checkpoints_kept,
                           options.major_checkpoint_every);
-    }
+    });
 }
 
 void train_step(Run& run, int step) {
     GPT2* model = &run.model;
+    multi_gpu_begin_step(&run.multi_gpu, step + 1);
+#ifdef LLMC_TEST_SWITCHES
+    if (junk_between_steps()) gpt2_spread_junk(model, run.multi_gpu);
+#endif
     const PreparedStep& prepared = run.pipeline->acquire(step);
     const DeviceStep inputs =
         run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
@@ -423,9 +533,11 @@ void train_step(Run& run, int step) {
         gpt2_forward(model, batch.inputs, model->batch, model->sequence);
         gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
     }
-    gpt2_update(model, inputs.step_inputs);
+    model->host_stop[0] = stop_requested() != 0 ? 1.0 : 0.0;
+    gpt2_update(model, inputs.step_inputs, &run.multi_gpu);
     multi_gpu_wait_for(model->decided, &run.multi_gpu);
     run.pipeline->release();
+    run.stopping = run.stopping || model->host_stop[1] > 0.0;
 }
 
 std::string z_text(double z, double rule) {
@@ -463,28 +575,59 @@ void report_step(Run& run, int step, double ms, const StepTimer& timer) {
     }
 }
 
+unsigned long long bits_of(double value) {
+    unsigned long long bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+// Throws Error on every rank when the weights are not the same bits on all.
+void check_ranks(Run& run, int step) {
+    multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
+    const uint64_t own = hash_of_tensors(run.model.params, run.multi_gpu, run.model.layout);
+    const std::vector<uint64_t> hashes =
+        multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "hashes of weights");
+    for (size_t rank = 0; rank < hashes.size(); ++rank) {
+        if (hashes[rank] == hashes[0]) continue;
+        throw AgreedError(
+            format("--check-ranks: after step %d rank %zu has other weights than rank "
+                   "0 (hash %016llx, not %016llx)",
+                   step, rank, static_cast<unsigned long long>(hashes[rank]),
+                   static_cast<unsigned long long>(hashes[0])));
+    }
+    std::string bits;
+    if (step > run.first_step) {
+        const StepState& state = *run.model.host_state;
+        bits = format(", bits loss %016llx norm %016llx", bits_of(state.loss), bits_of(state.norm));
+    }
+    print0(run, "weights of step %d: %016llx on all ranks%s\n", step,
+           static_cast<unsigned long long>(own), bits.c_str());
+}
+
 void print_hashes(Run& run) {
     const GPT2& model = run.model;
+    multi_gpu_drain(&run.multi_gpu, model.main_stream);
     const auto hash = [&](const auto& tensors) -> unsigned long long {
-        return tensors.base ? hash_of_tensors(tensors, run.multi_gpu, model.layout) : 0;
+        if (tensors.base == nullptr) return 0;
+        const uint64_t own = hash_of_tensors(tensors, run.multi_gpu, model.layout);
+        const bool whole = tensors.layout == &model.layout || run.multi_gpu.zero_stage == 0;
+        return whole ? own : hash_of_all_shards(own, run.multi_gpu);
     };
     StepState state;
-    cuda_check(cudaDeviceSynchronize());
     cuda_check(cudaMemcpy(&state, model.step_state, sizeof(state), cudaMemcpyDeviceToHost));
-    unsigned long long loss, norm;
-    std::memcpy(&loss, &state.loss, sizeof(loss));
-    std::memcpy(&norm, &state.norm, sizeof(norm));
     print0(run, "hash %016llx\n", hash(model.params));
-    print0(run, "bits loss %016llx norm %016llx m %016llx v %016llx master %016llx\n", loss, norm,
-           hash(model.m), hash(model.v), hash(model.master));
+    print0(run, "bits loss %016llx norm %016llx m %016llx v %016llx master %016llx\n",
+           bits_of(state.loss), bits_of(state.norm), hash(model.m), hash(model.v),
+           hash(model.master));
 }
 
 // Ends a run that a signal asked to stop; returns the exit status.
 int stop_early(Run& run, int step) {
-    const char* name = stop_signal_name(stop_requested());
+    const int signal = stop_requested();
+    const char* name = signal != 0 ? stop_signal_name(signal) : "another rank's signal";
     if (run.options.output_dir.empty()) {
         print0(run, "%s: stopped after %d steps; nothing is saved without -o\n", name, step);
-        return 128 + stop_requested();
+        return 128 + (signal != 0 ? signal : SIGTERM);
     }
     if (step > run.first_step) save(run, step);
     const char* next = step > 0 ? "-y 1 goes on from here" : "nothing to save yet";
@@ -508,8 +651,8 @@ int train(Run& run) {
     StepTimer timer;
     for (int step = run.first_step;; ++step) {
         const bool last = step >= run.num_steps;
-        if (!stop_requested()) evaluate(run, step, last);
-        if (stop_requested() && !last) return stop_early(run, step);
+        if (!is_stopping(run)) evaluate(run, step, last);
+        if (is_stopping(run) && !last) return stop_early(run, step);
         const bool save_due = !options.output_dir.empty() &&
                               is_due(options.checkpoint_every, step, last) && step > run.first_step;
         if (save_due) save(run, step);
@@ -519,9 +662,38 @@ int train(Run& run) {
         const double ms = timer.lap();
         timer.add(ms);
         report_step(run, step, ms, timer);
+        if (options.check_ranks) check_ranks(run, step + 1);
     }
     if (options.hash) print_hashes(run);
     return 0;
+}
+
+int set_up_and_train(Run& run) {
+    set_up(run);
+    if (run.options.dry_run) return 0;
+    install_stop_signals();
+    start(run);
+    if (run.options.check_ranks) check_ranks(run, run.first_step);
+    return train(run);
+}
+
+// An error that all ranks know of is printed by rank 0 alone. One that this rank alone has seen may find
+// the others waiting for it: they are told, and the process ends without waiting for them.
+int run_among_ranks(Run& run) {
+    int status = 0;
+    try {
+        status = set_up_and_train(run);
+    } catch (const AgreedError&) {
+        const bool is_main = run.is_main();
+        multi_gpu_config_free(&run.multi_gpu);
+        if (is_main) throw;
+        return 1;
+    } catch (const std::exception& error) {
+        if (run.multi_gpu.num_processes > 1) multi_gpu_abandon(run.multi_gpu, error.what());
+        throw;
+    }
+    multi_gpu_config_free(&run.multi_gpu);
+    return status;
 }
 
 int run_program(int argc, char** argv) {
@@ -536,13 +708,7 @@ int run_program(int argc, char** argv) {
         std::printf("%s", version_text().c_str());
         return 0;
     }
-    set_up(run);
-    if (run.options.dry_run) return 0;
-    install_stop_signals();
-    start(run);
-    const int status = train(run);
-    multi_gpu_config_free(&run.multi_gpu);
-    return status;
+    return run_among_ranks(run);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@
 #include "llmc/hash.h"
 #include "llmc/permutation.h"
 #include "llmc/step_state.h"
+#include "llmc/test_switches.h"
 #include "llmc/token_file.h"
 
 namespace llmc {
@@ -386,6 +387,15 @@ class InputPipeline {
         }
     }
 
+    // Number in the step of this rank's micro-batch `a`.
+    int micro_batch_in_step(int a) const {
+        if (planted_fault() == Fault::round_robin) {
+            const int rank = options_.first_micro_batch / options_.micro_batches;
+            return a * (options_.micro_batches_per_step / options_.micro_batches) + rank;
+        }
+        return options_.first_micro_batch + a;
+    }
+
     // False when the pipeline is closing.
     bool prepare(int step, PreparedStep& slot) {
         slot.step = step;
@@ -394,8 +404,7 @@ class InputPipeline {
             const uint64_t first =
                 options_.single_batch
                     ? 0
-                    : TokenDataset::micro_batch(static_cast<uint64_t>(step),
-                                                options_.first_micro_batch + a,
+                    : TokenDataset::micro_batch(static_cast<uint64_t>(step), micro_batch_in_step(a),
                                                 options_.micro_batches_per_step, options_.B);
             for (int b = 0; b < options_.B; ++b) {
                 if (closing_) return false;

@@ -152,7 +152,7 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
 }
 
 // Throws Error when there is no device to compute on: never, for a CPU.
-inline void require_device() {}
+inline void require_device(int) {}
 
 #else
 
@@ -255,8 +255,9 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
             {"attention", attention_backend(64)}};
 }
 
-// Throws Error with one clear line when there is no GPU that this build can compute on.
-inline void require_device() {
+// Makes GPU `index` this process's. Throws Error with one clear line when there is none that this
+// build can compute on.
+inline void require_device(int index) {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
@@ -267,7 +268,7 @@ inline void require_device() {
                            : status != cudaSuccess ? cudaGetErrorString(status)
                                                    : "none was found"));
     }
-    cuda_check(cudaSetDevice(0));
+    cuda_check(cudaSetDevice(index));
     const cudaDeviceProp& p = detail::device_properties();
     if (sizeof(floatX) == 2 && p.major < 8) {
         throw Error(format("%s: compute capability %d.%d has no bf16; build with PRECISION=FP32",

@@ -11,6 +11,8 @@
 
 namespace llmc {
 
+constexpr const char* kProgramName = "train_gpt2";  // before every message
+
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };

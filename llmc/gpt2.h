@@ -53,9 +53,15 @@ struct MicroBatch {
     const int* order;    // (B*T), positions sorted by input token; needed by the backward pass only
 };
 
-// Tensors whose gradients become final together and are reduced together.
-struct GradientGroup {
-    size_t first;  // in gradient_order() of gpt2_setup.h
+// One layer of a tensor, or the whole of one that has no layers.
+struct LayerTensor {
+    Param id;
+    size_t layer;
+};
+
+// Tensors that are reduced, or updated, together.
+struct TensorGroup {
+    size_t first;  // in GPT2::gradient_order or update_order
     size_t count;
     size_t max_count;  // largest number of elements among them
 };
@@ -69,7 +75,12 @@ struct GPT2 {
     int recompute = 1;
     bool use_master = true;
     ReductionPlan plan;
-    std::vector<GradientGroup> groups;  // final LayerNorm, layers L-1 ... 0, embeddings
+    // As the backward pass finishes them: final LayerNorm, layers L-1 ... 0, embeddings.
+    std::vector<LayerTensor> gradient_order;
+    std::vector<TensorGroup> groups;
+    // As the forward pass reads them: embeddings, layers 0 ... L-1, final LayerNorm.
+    std::vector<LayerTensor> update_order;
+    std::vector<TensorGroup> update_groups;
     StepRules rules;
     AdamwOptions adamw;
     float weight_decay = 0.0f;
@@ -83,8 +94,11 @@ struct GPT2 {
 
     // One step's arithmetic that stays on the device.
     StepState* step_state = nullptr;
-    double* micro_losses = nullptr;  // (M)
-    double* chunk_sums = nullptr;    // (norm chunks)
+    // One block of doubles, micro_losses (M), chunk_sums (norm chunks), stop (1): what this rank has
+    // found, 0 in the places of others, and the sum of that over all ranks. One buffer at N = 1.
+    double* own_sums = nullptr;
+    double* step_sums = nullptr;
+    size_t num_sums = 0;
     AdamwSegment<floatX, gradX>* adamw_segments = nullptr;
     NormChunk<gradX>* norm_chunks = nullptr;
     TreeRange<gradX>* tree_ranges = nullptr;
@@ -96,6 +110,16 @@ struct GPT2 {
     cudaStream_t copy_stream = nullptr;
     cudaEvent_t decided = nullptr;    // loss, norm and skip of the step are in host_state
     StepState* host_state = nullptr;  // page-locked
+    double* host_stop = nullptr;  // likewise: [0] this rank is asked to stop, [1] ranks that are
+    std::vector<cudaEvent_t>
+        gathered;  // by update group: its weights are whole again (ZeRO-1, N > 1)
+
+    double* own_loss(int micro_batch) const { return own_sums + micro_batch; }
+    double* own_chunk_sums() const { return own_sums + plan.num_micro_batches; }
+    double* own_stop() const { return own_sums + num_sums - 1; }
+    const double* micro_losses() const { return step_sums; }
+    const double* chunk_sums() const { return step_sums + plan.num_micro_batches; }
+    const double* stop() const { return step_sums + num_sums - 1; }
 };
 
 // Forward pass of (B,T) tokens up to the final LayerNorm (acts.lnf).
@@ -112,7 +136,8 @@ void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss)
 // Adds up gradients as the reduction plan says and, as each layer's become final, reduces them.
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
                               MultiGpuConfig* multi_gpu);
-// Norm, decision and AdamW of one step. `inputs` is in device memory.
-void gpt2_update(GPT2* model, const StepInputs* inputs);
+// Norm, decision and AdamW of one step, of this rank's shards under ZeRO-1, whose weights are then
+// gathered while the next forward pass starts. `inputs` is in device memory.
+void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gpu);
 
 }  // namespace llmc

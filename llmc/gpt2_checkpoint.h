@@ -125,7 +125,8 @@ inline std::vector<std::string> compare_state_headers(const StateHeader& mine,
     return notes;
 }
 
-// Writes the checkpoint of `step` steps done; `header` is make_state_header's.
+// Writes the checkpoint of `step` steps done; `header` is make_state_header's. All ranks call it; an
+// error of one is an error of all, and leaves the checkpoint without its DONE file.
 inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, StateHeader header,
                                  const std::string& folder, int step) {
     header.step = step;
@@ -146,11 +147,11 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
                               host.size() * sizeof(float), cudaMemcpyDeviceToHost));
         return host.data();
     };
-    StepState state;
-    cuda_check(cudaMemcpy(&state, model->step_state, sizeof(state), cudaMemcpyDeviceToHost));
-    write_state_file(state_path(folder, step, header.file_index), header, state, part_of_array);
-
-    if (multi_gpu.process_rank == 0) {
+    const auto write_files = [&] {
+        StepState state;
+        cuda_check(cudaMemcpy(&state, model->step_state, sizeof(state), cudaMemcpyDeviceToHost));
+        write_state_file(state_path(folder, step, header.file_index), header, state, part_of_array);
+        if (multi_gpu.process_rank != 0) return;
         std::vector<floatX> weights;
         write_model_file<floatX>(
             model_path(folder, step), model->config, [&](Param id, size_t layer) {
@@ -159,9 +160,12 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
                                       weights.size() * sizeof(floatX), cudaMemcpyDeviceToHost));
                 return weights.data();
             });
-    }
-    multi_gpu_barrier(&multi_gpu);
-    if (multi_gpu.process_rank == 0) write_done_file(folder, step);
+    };
+    // The checkpoint counts once every rank has written its part.
+    multi_gpu_together(multi_gpu, write_files);
+    multi_gpu_together(multi_gpu, [&] {
+        if (multi_gpu.process_rank == 0) write_done_file(folder, step);
+    });
 }
 
 // Sets weights and optimizer state from a checkpoint whose header has been compared.

@@ -19,11 +19,6 @@
 
 namespace llmc {
 
-struct LayerTensor {
-    Param id;
-    size_t layer;
-};
-
 // All layers of all tensors in the order in which the backward pass finishes them: the final
 // LayerNorm, layers L-1 ... 0, wte and wpe.
 inline std::vector<LayerTensor> gradient_order(const ModelConfig& config) {
@@ -38,18 +33,35 @@ inline std::vector<LayerTensor> gradient_order(const ModelConfig& config) {
     return order;
 }
 
-// Groups by number: 0 the final LayerNorm, 1 + k layer L-1-k, L + 1 the embeddings.
-inline std::vector<GradientGroup> gradient_groups(const GPT2& model) {
-    const std::vector<LayerTensor> order = gradient_order(model.config);
+// The same in the order in which the next forward pass reads them: wte and wpe, layers 0 ... L-1, the
+// final LayerNorm.
+inline std::vector<LayerTensor> update_order(const ModelConfig& config) {
+    std::vector<LayerTensor> order = {{Param::wte, 0}, {Param::wpe, 0}};
+    for (int layer = 0; layer < config.num_layers; ++layer) {
+        for (const ParamInfo& info : param_table()) {
+            if (info.per_layer) order.push_back({info.id, static_cast<size_t>(layer)});
+        }
+    }
+    order.push_back({Param::lnfw, 0});
+    order.push_back({Param::lnfb, 0});
+    return order;
+}
+
+// Groups of either order: its first two tensors, each layer's, its last two. max_count is a tensor's
+// elements over `shards`.
+inline std::vector<TensorGroup> tensor_groups(const GPT2& model,
+                                              const std::vector<LayerTensor>& order,
+                                              size_t shards) {
     const size_t per_layer = (order.size() - 4) / model.config.num_layers;
-    std::vector<GradientGroup> groups = {{0, 2, 0}};
+    std::vector<TensorGroup> groups = {{0, 2, 0}};
     for (int k = 0; k < model.config.num_layers; ++k) {
         groups.push_back({2 + k * per_layer, per_layer, 0});
     }
     groups.push_back({order.size() - 2, 2, 0});
-    for (GradientGroup& group : groups) {
+    for (TensorGroup& group : groups) {
         for (size_t i = group.first; i < group.first + group.count; ++i) {
-            group.max_count = std::max(group.max_count, model.layout.layer_elements(order[i].id));
+            group.max_count =
+                std::max(group.max_count, model.layout.layer_elements(order[i].id) / shards);
         }
     }
     return groups;
@@ -127,7 +139,7 @@ inline void upload_tree_ranges(GPT2* model) {
             const bool has_next = level + 1 < model->plan.num_spares();
             const ParamTensors<gradX>& out =
                 to_spare && has_next ? model->spares[level + 1] : model->grads;
-            for (const LayerTensor& t : gradient_order(model->config)) {
+            for (const LayerTensor& t : model->gradient_order) {
                 ranges.push_back({out.at(t.id, t.layer), model->spares[level].at(t.id, t.layer),
                                   model->grads.at(t.id, t.layer),
                                   model->layout.layer_elements(t.id)});
@@ -137,35 +149,69 @@ inline void upload_tree_ranges(GPT2* model) {
     upload(model->tree_ranges, ranges);
 }
 
-// Chunks in (tensor, layer, k) order.
-inline void upload_norm_chunks(GPT2* model) {
+// Chunks in (tensor, layer, k) order. Those of other ranks' shards are empty here: their sums are 0, and
+// come from their owners.
+inline void upload_norm_chunks(GPT2* model, const MultiGpuConfig& multi_gpu) {
     std::vector<NormChunk<gradX>> chunks;
     const size_t pieces = model->plan.chunks_per_tensor();
-    model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
-        for (size_t k = 0; k < pieces; ++k) {
-            const ElementRange range = state_part(model->layout.layer_elements(info.id), k, pieces);
-            chunks.push_back({model->grads.at(info.id, layer) + range.begin, range.count()});
+    const size_t of_rank = pieces / multi_gpu.num_processes;
+    const auto add = [&](const ParamInfo& info, size_t layer, size_t k) {
+        const ElementRange range = state_part(model->layout.layer_elements(info.id), k, pieces);
+        const bool own = static_cast<int>(k / of_rank) == multi_gpu.process_rank;
+        chunks.push_back({model->grads.at(info.id, layer) + range.begin, own ? range.count() : 0});
+    };
+    if (planted_fault() == Fault::rank_order_chunks) {
+        for (size_t rank = 0; rank * of_rank < pieces; ++rank) {
+            model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+                for (size_t k = 0; k < of_rank; ++k) add(info, layer, rank * of_rank + k);
+            });
         }
-    });
+    } else {
+        model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+            for (size_t k = 0; k < pieces; ++k) add(info, layer, k);
+        });
+    }
     upload(model->norm_chunks, chunks);
 }
 
+// In update_order().
 inline void upload_adamw_segments(GPT2* model, const MultiGpuConfig& multi_gpu) {
     std::vector<AdamwSegment<floatX, gradX>> segments;
-    model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+    for (const LayerTensor& t : model->update_order) {
+        const ParamInfo& info = param_info(t.id);
         const ShardInfo shard =
-            multi_gpu_get_shard_offset(model->layout.layer_elements(info.id), &multi_gpu, 1);
-        segments.push_back({model->params.at(info.id, layer) + shard.offset,
-                            model->use_master ? model->master.at(info.id, layer) : nullptr,
-                            model->grads.at(info.id, layer) + shard.offset,
-                            model->m.at(info.id, layer), model->v.at(info.id, layer), shard.size,
-                            model->layout.model_offset(info.id, layer) + shard.offset,
+            multi_gpu_get_shard_offset(model->layout.layer_elements(t.id), &multi_gpu, 1);
+        segments.push_back({model->params.at(t.id, t.layer) + shard.offset,
+                            model->use_master ? model->master.at(t.id, t.layer) : nullptr,
+                            model->grads.at(t.id, t.layer) + shard.offset,
+                            model->m.at(t.id, t.layer), model->v.at(t.id, t.layer), shard.size,
+                            model->layout.model_offset(t.id, t.layer) + shard.offset,
                             info.weight_decay ? model->weight_decay : 0.0f});
-    });
+    }
     upload(model->adamw_segments, segments);
 }
 
 }  // namespace detail
+
+// The canonical reduction among N > 1 ranks, and its memory: the pieces of other ranks.
+inline void gpt2_plan_exchange([[maybe_unused]] GPT2* model,
+                               [[maybe_unused]] const MultiGpuConfig& multi_gpu) {
+#ifdef MULTI_GPU
+    if (multi_gpu.exchange == nullptr) return;
+    const std::vector<LayerTensor>& order = model->gradient_order;
+    std::vector<std::vector<size_t>> lists;
+    for (const TensorGroup& group : model->groups) {
+        lists.emplace_back();
+        for (size_t i = group.first; i < group.first + group.count; ++i) {
+            lists.back().push_back(model->layout.layer_elements(order[i].id));
+        }
+    }
+    GradientExchange& exchange = *multi_gpu.exchange;
+    exchange.half_elements = exchange_half_elements(lists, multi_gpu.num_processes);
+    model->memory.add("gradients", "pieces of other ranks", &exchange.received,
+                      2 * exchange.half_elements);
+#endif
+}
 
 inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     const int shards = multi_gpu.zero_stage >= 1 ? multi_gpu.num_processes : 1;
@@ -173,11 +219,15 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     model->state_layout = ParamLayout(model->config, shards);
     // In fp32 the weights are their own master copy.
     model->use_master = model->use_master && sizeof(floatX) < sizeof(float);
-    const size_t tensors = gradient_order(model->config).size();
-    model->groups = gradient_groups(*model);
+    model->gradient_order = gradient_order(model->config);
+    const size_t tensors = model->gradient_order.size();
+    model->groups = tensor_groups(*model, model->gradient_order, 1);
+    model->update_order = update_order(model->config);
+    model->update_groups = tensor_groups(*model, model->update_order, shards);
     const size_t pieces = model->plan.chunks_per_tensor();
     model->num_segments = tensors;
     model->num_chunks = tensors * pieces;
+    model->num_sums = model->plan.num_micro_batches + model->num_chunks + 1;
     model->max_tensor = model->max_segment = model->max_chunk = 0;
     model->layout.for_each_layer([&](const ParamInfo& info, size_t) {
         const size_t elements = model->layout.layer_elements(info.id);
@@ -200,6 +250,7 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     for (size_t level = 0; level < model->spares.size(); ++level) {
         memory.add("gradients", kSpareNames[level], &model->spares[level].base, whole);
     }
+    gpt2_plan_exchange(model, multi_gpu);
     memory.add("optimizer", "m", &model->m.base, state);
     memory.add("optimizer", "v", &model->v.base, state);
     memory.add("optimizer", "master weights", &model->master.base, model->use_master ? state : 0);
@@ -207,9 +258,10 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     memory.add("scratch", "of the kernels", &model->acts.scratch, detail::scratch_bytes(*model));
     matmul_plan_workspace(&memory);
     memory.add("step", "losses, norms, tables", &model->step_state, 1);
-    memory.add("step", "losses, norms, tables", &model->micro_losses,
-               model->plan.num_micro_batches);
-    memory.add("step", "losses, norms, tables", &model->chunk_sums, model->num_chunks);
+    memory.add("step", "losses, norms, tables", &model->own_sums, model->num_sums);
+    if (multi_gpu.num_processes > 1) {
+        memory.add("step", "losses, norms, tables", &model->step_sums, model->num_sums);
+    }
     memory.add("step", "losses, norms, tables", &model->adamw_segments, tensors);
     memory.add("step", "losses, norms, tables", &model->norm_chunks, model->num_chunks);
     memory.add("step", "losses, norms, tables", &model->tree_ranges,
@@ -240,7 +292,10 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     cuda_check(cudaMemset(model->v.base, 0, state_bytes));
 
     detail::upload_tree_ranges(model);
-    detail::upload_norm_chunks(model);
+    detail::upload_norm_chunks(model, multi_gpu);
+    if (multi_gpu.num_processes == 1) model->step_sums = model->own_sums;
+    // The places of other ranks stay 0.
+    cuda_check(cudaMemset(model->own_sums, 0, model->num_sums * sizeof(double)));
     detail::upload_adamw_segments(model, multi_gpu);
     const StepState start = initial_step_state();
     cuda_check(cudaMemcpy(model->step_state, &start, sizeof(start), cudaMemcpyHostToDevice));
@@ -249,7 +304,46 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     cuda_check(cudaStreamCreateWithFlags(&model->copy_stream, cudaStreamNonBlocking));
     cuda_check(cudaEventCreateWithFlags(&model->decided, cudaEventDisableTiming));
     cuda_check(cudaMallocHost(&model->host_state, sizeof(StepState)));
+#ifdef MULTI_GPU
+    if (multi_gpu.exchange != nullptr) multi_gpu.exchange->open();
+#endif
+    cuda_check(cudaMallocHost(&model->host_stop, 2 * sizeof(double)));
+    model->host_stop[0] = model->host_stop[1] = 0.0;
+    if (multi_gpu.num_processes > 1 && multi_gpu.zero_stage >= 1) {
+        model->gathered.resize(model->update_groups.size());
+        for (cudaEvent_t& event : model->gathered) {
+            cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        }
+    }
 }
+
+#ifdef LLMC_TEST_SWITCHES
+// Overwrites what a step must not read of the one before: activations, spares, received pieces, and the
+// gradients, but for those of wpe, whose rows past T stay 0.
+inline void gpt2_spread_junk(GPT2* model, const MultiGpuConfig& multi_gpu) {
+    const auto junk = [&](auto* from, size_t count) {
+        cuda_check(cudaMemsetAsync(from, 0xc3, count * sizeof(*from), model->main_stream));
+    };
+    const size_t rows = static_cast<size_t>(model->batch) * model->sequence;
+    junk(model->acts.logits, rows * model->config.padded_vocab_size);
+    junk(model->acts.dresidual, rows * model->config.channels);
+    junk(model->acts.encoded, rows * model->config.channels);
+    std::vector<ParamTensors<gradX>> gradients = model->spares;
+    gradients.push_back(model->grads);
+    for (const ParamTensors<gradX>& each : gradients) {
+        model->layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+            if (info.id == Param::wpe) return;
+            junk(each.at(info.id, layer), model->layout.layer_elements(info.id));
+        });
+    }
+#ifdef MULTI_GPU
+    if (multi_gpu.exchange != nullptr) {
+        junk(multi_gpu.exchange->received, 2 * multi_gpu.exchange->half_elements);
+    }
+#endif
+    (void)multi_gpu;
+}
+#endif
 
 inline void gpt2_free(GPT2* model) {
     if (model->main_stream == nullptr) return;
@@ -258,6 +352,8 @@ inline void gpt2_free(GPT2* model) {
     cudaStreamDestroy(model->main_stream);
     cudaStreamDestroy(model->copy_stream);
     cudaFreeHost(model->host_state);
+    cudaFreeHost(model->host_stop);
+    for (cudaEvent_t event : model->gathered) cudaEventDestroy(event);
     matmul_forget_workspace();
     model->main_stream = nullptr;
 }
@@ -349,6 +445,15 @@ uint64_t hash_of_tensors(const ParamTensors<T>& tensors, const MultiGpuConfig& m
         hash += hash_elements(data, sizeof(T), part, layout.model_offset(info.id, layer) + offset);
     });
     return hash;
+}
+
+// Hash of an array of which every rank has hashed its shard.
+inline uint64_t hash_of_all_shards(uint64_t own, const MultiGpuConfig& multi_gpu) {
+    uint64_t sum = 0;
+    for (const uint64_t each : multi_gpu_all_gather_host(multi_gpu, &own, 1, "hashes of shards")) {
+        sum += each;
+    }
+    return sum;
 }
 
 }  // namespace llmc

@@ -20,7 +20,6 @@
 
 namespace llmc {
 
-constexpr const char* kProgramName = "train_gpt2";
 constexpr const char* kVersion = "0.1";
 // The Makefile passes the git commit as a string literal.
 #ifdef LLMC_COMMIT
@@ -83,6 +82,7 @@ struct Options {
     bool version;
     bool dry_run;
     bool hash;
+    bool check_ranks;
 };
 
 // A flag's place in Options; its type says how the value is read.
@@ -267,6 +267,8 @@ inline std::vector<Flag> other_flags() {
         alone("--help", "help", &O::help, "print this text"),
         alone("--version", "version", &O::version, "print version, precision and commit"),
         alone("--dry-run", "dry_run", &O::dry_run, "check flags and files, print the plan, stop"),
+        alone("--check-ranks", "check_ranks", &O::check_ranks,
+              "after loading and after every step, compare the weights of all processes"),
         alone("--hash", "hash", &O::hash,
               "print hashes of weights and optimizer state at the end, and the last loss and norm "
               "in bits"),

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,7 @@ struct Run {
     BatchUpload batch_upload;  // one micro-batch for evaluation
     double* val_losses = nullptr;
     Logger log;
+    bool stopping = false;  // a rank has been asked to stop, and all know
 
     // An error may come while the streams still work on what is about to go.
     ~Run() { gpt2_free(&model); }
@@ -198,6 +200,14 @@ inline void describe_model(GPT2* model, const Run& run, int batch, int recompute
     model->adamw.beta1 = model->rules.beta1;
     model->adamw.beta2 = model->rules.beta2;
     model->adamw.seed = options.seed;
+    if (planted_fault() == Fault::rank_seed) model->adamw.seed += run.multi_gpu.process_rank;
+}
+
+// Settles how gradients are reduced among the ranks.
+inline void settle_reduction(Run& run) {
+    GPT2 model;
+    describe_model(&model, run, run.options.batch_size, run.options.recompute);
+    multi_gpu_plan_reduction(&run.multi_gpu, model.plan);
 }
 
 // Everything that the run allocates, for `batch` sequences and level `recompute`.
@@ -292,12 +302,9 @@ inline void print_plan(const Run& run) {
     print0(run, "%s", rule.c_str());
 }
 
-// Reads and checks flags, files and memory; writes nothing.
-inline void set_up(Run& run) {
+// Reads and checks flags, files and memory of this rank; writes nothing, and does not communicate.
+inline void prepare(Run& run) {
     const Options& options = run.options;
-    run.multi_gpu =
-        multi_gpu_config_init(options.num_processes, options.process_rank, options.gpus_per_node,
-                              options.server_address, options.shared_folder, options.init_method);
     run.batch = resolve_batch(options, run.multi_gpu.num_processes);
     find_checkpoint(run);
     run.model.config = choose_model(run);
@@ -310,8 +317,9 @@ inline void set_up(Run& run) {
                options.gelu_fusion);
     }
     open_data(run);
-    require_device();
+    require_device(run.multi_gpu.local_device_idx);
     run.device = device_name();
+    settle_reduction(run);
     run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
                     options.warmup_steps, run.num_steps,
                     static_cast<float>(options.final_lr_fraction)};
@@ -326,7 +334,67 @@ inline void set_up(Run& run) {
         }
     }
     print_plan(run);
+    if (run.multi_gpu.num_processes > 1 && !run.model.plan.canonical) {
+        print0(run, "bit equality across GPU counts is off: %s\n", run.model.plan.why_not.c_str());
+    }
     check_memory(run);
+}
+
+// What must be the same on all ranks for their results to be: a line each, NAME VALUE.
+inline std::string common_facts(const Run& run) {
+    std::string facts;
+    const auto add = [&facts](const std::string& name, const std::string& value) {
+        facts += name + "\t" + value + "\n";
+    };
+    for (const Flag& flag : flag_table()) {
+        const std::string letters = flag.letters;
+        // Rank 0 may know itself, and the shared folder, by other names.
+        if (letters == "-pr" || letters == "-ps" || letters == "-pf") continue;
+        add(letters, flag_value(run.options, flag));
+    }
+    add("program", version_text());
+    add("device", run.device.substr(0, run.device.rfind(", ")));  // a CPU's threads may differ
+    for (const auto& [name, version] : library_versions()) add(name, version);
+    const auto number = [](uint64_t value) {
+        return format("%016llx", static_cast<unsigned long long>(value));
+    };
+    add("hash of the training files (-i)", number(run.train_data->data_hash()));
+    if (run.val_data) {
+        add("hash of the validation files (-j)", number(run.val_data->data_hash()));
+    }
+    add("step to resume from", format("%d", run.first_step));
+    return facts;
+}
+
+// Throws Error on every rank when one differs from rank 0 in what must be the same.
+inline void compare_ranks(const Run& run) {
+    const std::vector<std::string> all = multi_gpu_all_gather_text(
+        run.multi_gpu, common_facts(run), "comparison of flags and libraries");
+    for (size_t rank = 1; rank < all.size(); ++rank) {
+        std::istringstream here(all[rank]), there(all[0]);
+        std::string line, line0;
+        while (std::getline(here, line) && std::getline(there, line0)) {
+            if (line == line0) continue;
+            const size_t tab = line.find('\t'), tab0 = line0.find('\t');
+            throw AgreedError(
+                format("rank %zu has %s %s, rank 0 has %s: all ranks must have the same", rank,
+                       line.substr(0, tab).c_str(), line.substr(tab + 1).c_str(),
+                       line0.substr(tab0 + 1).c_str()));
+        }
+        if (all[rank].size() == all[0].size()) continue;
+        throw AgreedError(format("rank %zu: its validation files differ from rank 0's", rank));
+    }
+}
+
+// Finds the other processes, then reads and checks; writes nothing. An error of one rank is an error of
+// all.
+inline void set_up(Run& run) {
+    const Options& options = run.options;
+    run.multi_gpu = multi_gpu_config_init(options.num_processes, options.process_rank,
+                                          options.gpus_per_node, options.server_address,
+                                          options.shared_folder, options.init_method, options.port);
+    multi_gpu_together(run.multi_gpu, [&] { prepare(run); });
+    compare_ranks(run);
 }
 
 // Takes the output folder for this run alone, and records the start in it.
@@ -376,13 +444,18 @@ inline void set_weights(Run& run) {
     cuda_check(cudaDeviceSynchronize());
 }
 
+// Memory, weights and the output folder. An error of one rank is an error of all.
 inline void start(Run& run) {
-    matmul_allow_tf32(run.options.tf32);
-    gpt2_allocate(&run.model, run.multi_gpu);
-    run.step_upload.open();
-    run.batch_upload.open();
-    set_weights(run);
-    if (!run.options.output_dir.empty() && run.is_main()) open_output(run);
+    multi_gpu_together(run.multi_gpu, [&] {
+        matmul_allow_tf32(run.options.tf32);
+        gpt2_allocate(&run.model, run.multi_gpu);
+        run.step_upload.open();
+        run.batch_upload.open();
+        set_weights(run);
+    });
+    multi_gpu_together(run.multi_gpu, [&] {
+        if (!run.options.output_dir.empty() && run.is_main()) open_output(run);
+    });
     run.checkpoint.reset();
 }
 

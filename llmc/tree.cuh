@@ -3,6 +3,7 @@
 // Bound by memory: reads two gradients and writes one, 6 bytes an element in bf16.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -39,9 +40,18 @@ __device__ inline Packed128<G> tree_node(const Packed128<G>& a, const Packed128<
     return pack<G>(x);
 }
 
+// A short table that travels with the launch.
+constexpr int kTreeListRanges = 64;
 template <class G>
+struct TreeRangeList {
+    TreeRange<G> ranges[kTreeListRanges];
+    __device__ const TreeRange<G>& operator[](int i) const { return ranges[i]; }
+};
+
+// Table is const TreeRange<G>*, in device memory, or TreeRangeList<G>.
+template <class G, class Table>
 __global__ void __launch_bounds__(kTreeThreads)
-    tree_add_kernel(const TreeRange<G>* ranges, int num_ranges, size_t max_count) {
+    tree_add_kernel(const __grid_constant__ Table ranges, int num_ranges, size_t max_count) {
     extern __shared__ uint32_t ends[];
     constexpr int kPiece = kTreePiece<G>, kWidth = Packed128<G>::kSize;
     number_pieces(ends, num_ranges, [&](int i) {
@@ -86,11 +96,33 @@ inline void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_
     if (num_ranges == 0 || max_count == 0) return;
     for_each_table_launch(num_ranges, max_count, kTreePiece<gradX>, kTreeBlocks,
                           [&](int first, int count, unsigned blocks) {
-                              tree_add_kernel<gradX>
+                              tree_add_kernel<gradX, const TreeRange<gradX>*>
                                   <<<blocks, kTreeThreads, count * sizeof(uint32_t), stream>>>(
                                       ranges + first, count, max_count);
                               launch_check();
                           });
+}
+
+// As tree_add, with `ranges` in host memory, which may go once this returns.
+inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
+    cpu::check_table("tree_add_list", ranges, num_ranges);
+    for (int done = 0; done < num_ranges; done += kTreeListRanges) {
+        const int some = std::min(kTreeListRanges, num_ranges - done);
+        TreeRangeList<gradX> list;
+        size_t max_count = 0;
+        for (int i = 0; i < some; ++i) {
+            list.ranges[i] = ranges[done + i];
+            max_count = std::max(max_count, list.ranges[i].count);
+        }
+        if (max_count == 0) continue;
+        for_each_table_launch(some, max_count, kTreePiece<gradX>, kTreeBlocks,
+                              [&](int, int count, unsigned blocks) {
+                                  tree_add_kernel<gradX, TreeRangeList<gradX>>
+                                      <<<blocks, kTreeThreads, count * sizeof(uint32_t), stream>>>(
+                                          list, count, max_count);
+                                  launch_check();
+                              });
+    }
 }
 
 }  // namespace llmc

@@ -8,12 +8,12 @@ CPU_GRAD_FP32 := $(if $(filter BF16,$(CPU_PRECISION)),$(filter FP32,$(GRAD_PRECI
 cpu_dir = $(BUILD)/cpu-$(call lower,$(1))$(if $(2),-gradfp32)$(if $(3),-$(SANITIZER_$(3)))
 SANITIZER_address := asan
 SANITIZER_thread := tsan
-CPU_DIR := $(call cpu_dir,$(CPU_PRECISION),$(CPU_GRAD_FP32),$(SANITIZE))
+CPU_DIR := $(call cpu_dir,$(CPU_PRECISION),$(CPU_GRAD_FP32),$(SANITIZE))$(if $(filter 1,$(SWITCHES)),-switches)
 
 CPU_LIBS := $(call lib,OPENBLAS) -lopenblas
 CPU_FLAGS := -std=c++17 -march=$(CPU_ARCH) -ffp-contract=off -Wall -Wextra $(WARNINGS_ARE_ERRORS) \
     -pthread -I. -Illmc/cpu $(call inc,OPENBLAS) -DLLMC_$(CPU_PRECISION) \
-    $(if $(CPU_GRAD_FP32),-DLLMC_GRAD_FP32)
+    $(if $(CPU_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(filter 1,$(SWITCHES)),-DLLMC_TEST_SWITCHES)
 
 # Several processes: Gloo carries the collectives of llmc/cpu/nccl.h, MPI starts the ranks.
 CPU_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(GLOO_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))

@@ -142,7 +142,7 @@ class ReferenceModel {
         cuda_check(cudaDeviceSynchronize());
         detail::upload(inputs_, inputs);
         forward_and_backward();
-        gpt2_update(&model_, inputs_);
+        gpt2_update(&model_, inputs_, &multi_gpu_);
         cuda_check(cudaDeviceSynchronize());
         return *model_.host_state;
     }
@@ -158,8 +158,7 @@ class ReferenceModel {
     double micro_loss(int index) {
         double loss;
         cuda_check(cudaDeviceSynchronize());
-        cuda_check(
-            cudaMemcpy(&loss, model_.micro_losses + index, sizeof(loss), cudaMemcpyDeviceToHost));
+        cuda_check(cudaMemcpy(&loss, model_.own_loss(index), sizeof(loss), cudaMemcpyDeviceToHost));
         return loss;
     }
 
@@ -218,7 +217,7 @@ TEST_P(Gpt2Reference, LogitsAndLoss) {
     EXPECT_LE(
         test::relative_error(logits.data(), reference.reference().logits.data(), logits.size()),
         kLogitTolerance);
-    gpt2_loss(&model, reference.batch(), model.batch, model.sequence, model.micro_losses);
+    gpt2_loss(&model, reference.batch(), model.batch, model.sequence, model.own_sums);
     EXPECT_NEAR(reference.micro_loss(0), reference.reference().loss,
                 kLossTolerance * reference.reference().loss);
 }

@@ -1,0 +1,81 @@
+// Faults and delays that tests plant, to show that the equality tests would find them. Only a build
+// with -DLLMC_TEST_SWITCHES (make SWITCHES=1) has them; elsewhere every function here is a constant.
+//
+//   LLMC_FAULT            what is done wrong: see kFaults
+//   LLMC_DELAY_MAIN_US    before each piece of work on the main stream, up to so many microseconds
+//   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
+//   LLMC_JUNK=1           junk in what a step must not read of the one before
+//   LLMC_HOST             stands for the host's name
+#pragma once
+
+#ifdef LLMC_TEST_SWITCHES
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <thread>
+
+#include "llmc/error.h"
+#endif
+
+namespace llmc {
+
+enum class Fault {
+    none,
+    owner_fp32,         // an owner adds its pieces in fp32 and rounds once
+    swapped_children,   // an owner's tree takes its second and third piece the other way round
+    fused_leaf,         // a slot's gradients are added to the spare without rounding them first
+    round_robin,        // micro-batches are dealt in turn
+    rank_order_chunks,  // sums of squares are added rank by rank
+    rank_seed,          // stochastic rounding depends on the rank
+    early_reduce,       // a reduction starts before its gradients are final
+    early_gather,       // an all-gather starts before its update
+};
+
+#ifdef LLMC_TEST_SWITCHES
+
+constexpr std::array<const char*, 9> kFaults = {"",           "owner_fp32",   "swapped_children",
+                                                "fused_leaf", "round_robin",  "rank_order_chunks",
+                                                "rank_seed",  "early_reduce", "early_gather"};
+
+inline Fault planted_fault() {
+    static const Fault fault = [] {
+        const char* name = std::getenv("LLMC_FAULT");
+        if (name == nullptr) return Fault::none;
+        const auto found = std::find(kFaults.begin(), kFaults.end(), std::string(name));
+        if (found == kFaults.end()) throw Error(std::string("LLMC_FAULT=") + name + ": unknown");
+        return static_cast<Fault>(found - kFaults.begin());
+    }();
+    return fault;
+}
+
+inline int switch_value(const char* name) {
+    const char* value = std::getenv(name);
+    return value != nullptr ? std::atoi(value) : 0;
+}
+
+// Sleeps for a pseudo-random part of `most` microseconds.
+inline void random_delay(int most) {
+    static thread_local uint32_t state =
+        static_cast<uint32_t>(std::chrono::steady_clock::now().time_since_epoch().count()) | 1u;
+    state = state * 1664525u + 1013904223u;
+    if (most > 0) std::this_thread::sleep_for(std::chrono::microseconds((state >> 8) % most));
+}
+
+inline bool junk_between_steps() {
+    return switch_value("LLMC_JUNK") != 0;
+}
+
+#else
+
+constexpr Fault planted_fault() {
+    return Fault::none;
+}
+constexpr bool junk_between_steps() {
+    return false;
+}
+
+#endif
+
+}  // namespace llmc

@@ -1,0 +1,347 @@
+// The communicator: NCCL calls that are checked, waits that end, and small collectives on host values.
+//
+// The communicator does not block: a call that NCCL has not finished is polled, and so is every wait
+// of the host for the device, together with what the other ranks say about themselves (peers.h) and a
+// time limit, LLMC_COMM_TIMEOUT_S. A rank that dies or stops therefore ends the others, with its name.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "llmc/cuda_common.h"
+#include "llmc/precision.h"
+#include "llmc/test_switches.h"
+
+#ifdef MULTI_GPU
+#include <nccl.h>
+
+#include "llmc/peers.h"
+#endif
+
+namespace llmc {
+
+// An error that rank 0 prints for all.
+struct AgreedError : Error {
+    using Error::Error;
+};
+
+struct GradientExchange;  // zero_exchange.cuh
+struct CollectiveLog;
+
+struct MultiGpuConfig {
+    int process_rank = 0;
+    int num_processes = 1;
+    int local_device_idx = 0;  // GPU of this process on its node
+    int zero_stage = 0;        // 0: optimizer state whole on every rank; 1: a shard on each
+    size_t shard_num_parameters = 0;
+#ifdef MULTI_GPU
+    // All null with one process.
+    ncclComm_t nccl_comm = nullptr;
+    cudaStream_t nccl_stream = nullptr;  // communicates
+    cudaEvent_t compute_nccl_sync =
+        nullptr;                      // where the compute stream is when a collective starts
+    cudaEvent_t host_wait = nullptr;  // what the host waits for
+    float* unified_buffer = nullptr;  // one value that host and device see
+    std::shared_ptr<Peers> peers;
+    std::vector<int> nodes;  // node of each rank
+    std::shared_ptr<CollectiveLog> log;
+    std::shared_ptr<GradientExchange> exchange;  // of the canonical path
+    double time_limit_s = 600.0;                 // of every wait
+    bool started_by_mpi = false;
+#endif
+};
+
+// A time limit in seconds from the environment. Throws Error when it is not a positive number.
+inline double seconds_from_environment(const char* name, double fallback) {
+    const char* text = std::getenv(name);
+    if (text == nullptr) return fallback;
+    char* end = nullptr;
+    const double value = std::strtod(text, &end);
+    if (end == text || *end != '\0' || !(value > 0.0) || value > 1e6) {
+        throw Error(
+            format("%s=%s: must be a number of seconds above 0, such as %g", name, text, fallback));
+    }
+    return value;
+}
+
+#ifdef MULTI_GPU
+
+template <class T>
+constexpr ncclDataType_t kNcclType = ncclFloat32;
+template <>
+constexpr ncclDataType_t kNcclType<bf16> = ncclBfloat16;
+template <>
+constexpr ncclDataType_t kNcclType<double> = ncclFloat64;
+
+// What has been queued on the NCCL stream lately, so that an error can name what did not complete.
+struct CollectiveLog {
+    static constexpr size_t kSize = 256;
+    struct Entry {
+        cudaEvent_t done = nullptr;
+        const char* name = "";
+        int index = -1;  // of several in a step
+        int64_t step = 0;
+    };
+
+    CollectiveLog() {
+        for (Entry& entry : entries) {
+            cuda_check(cudaEventCreateWithFlags(&entry.done, cudaEventDisableTiming));
+        }
+    }
+    CollectiveLog(const CollectiveLog&) = delete;
+    CollectiveLog& operator=(const CollectiveLog&) = delete;
+    ~CollectiveLog() {
+        for (Entry& entry : entries) {
+            if (entry.done != nullptr) cudaEventDestroy(entry.done);
+        }
+    }
+
+    void queued(const char* name, int index, cudaStream_t stream) {
+        Entry& entry = entries[count++ % kSize];
+        entry.name = name;
+        entry.index = index;
+        entry.step = step;
+        cuda_check(cudaEventRecord(entry.done, stream));
+    }
+    // The oldest that has not completed, or null.
+    const Entry* oldest_unfinished() const {
+        for (uint64_t i = count > kSize ? count - kSize : 0; i < count; ++i) {
+            const Entry& entry = entries[i % kSize];
+            if (cudaEventQuery(entry.done) == cudaErrorNotReady) return &entry;
+        }
+        return nullptr;
+    }
+
+    Entry entries[kSize];
+    uint64_t count = 0;
+    int64_t step = 0;  // the one that is being queued
+};
+
+// ---- waits ----
+
+// Ends this process because of `why`, with a line that names the step and the collective it stood in.
+// What the streams hold will never complete, and freeing device memory would wait for it: hence no
+// exception, and no destructors.
+[[noreturn]] inline void lost_peer(const MultiGpuConfig& config, const std::string& why) {
+    std::string where = "at the start";
+    if (config.log != nullptr) {
+        const CollectiveLog::Entry* entry = config.log->oldest_unfinished();
+        if (entry == nullptr) {
+            where = format("in step %lld", static_cast<long long>(config.log->step));
+        } else {
+            where = format("in step %lld, %s", static_cast<long long>(entry->step), entry->name);
+            if (entry->index >= 0) where += format(" %d", entry->index);
+        }
+    }
+    std::fflush(stdout);
+    std::fprintf(stderr, "%s: rank %d, %s: %s\n", kProgramName, config.process_rank, where.c_str(),
+                 why.c_str());
+    std::_Exit(1);
+}
+
+// Ends this process because of an error that it alone has seen, and tells the others.
+[[noreturn]] inline void multi_gpu_abandon(const MultiGpuConfig& config, const std::string& error) {
+    config.peers->announce_failure(error);
+    std::fflush(stdout);
+    std::fprintf(stderr, "%s: rank %d: %s\n", kProgramName, config.process_rank, error.c_str());
+    std::_Exit(1);
+}
+
+// Returns when done() does not return false any more. Ends the process when a rank or the
+// communicator fails, or the time limit is over.
+template <class Done>
+void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point start = Clock::now();
+    const auto seconds_since = [](Clock::time_point time) {
+        return std::chrono::duration<double>(Clock::now() - time).count();
+    };
+    for (int polls = 0; !done(); ++polls) {
+        const std::string failure = config.peers->failure();
+        if (!failure.empty()) lost_peer(config, failure);
+        ncclResult_t state = ncclSuccess;
+        if (config.nccl_comm != nullptr) ncclCommGetAsyncError(config.nccl_comm, &state);
+        if (state != ncclSuccess && state != ncclInProgress) {
+            // A rank's end shows here first at times; the control channel knows which one it was.
+            const Clock::time_point seen = Clock::now();
+            while (config.peers->failure().empty() && seconds_since(seen) < 2.0) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            }
+            const std::string named = config.peers->failure();
+            lost_peer(config, !named.empty() ? named
+                                             : format("NCCL: %s: %s", ncclGetErrorString(state),
+                                                      ncclGetLastError(config.nccl_comm)));
+        }
+        if (seconds_since(start) > config.time_limit_s) {
+            const std::string why = format("%s took more than %g s (LLMC_COMM_TIMEOUT_S): %s", what,
+                                           config.time_limit_s, config.peers->late().c_str());
+            config.peers->announce_failure(why);
+            lost_peer(config, why);
+        }
+        if (polls < 64) {
+            std::this_thread::yield();
+        } else {
+            std::this_thread::sleep_for(std::chrono::microseconds(polls < 2000 ? 20 : 200));
+        }
+    }
+}
+
+// Checks an NCCL call; waits until one that NCCL works on in the background has taken effect.
+inline void nccl_check(const MultiGpuConfig& config, ncclResult_t result, const char* what) {
+    if (result == ncclInProgress) {
+        wait_until(config, what, [&] {
+            return ncclCommGetAsyncError(config.nccl_comm, &result) == ncclSuccess &&
+                   result != ncclInProgress;
+        });
+    }
+    if (result == ncclSuccess) return;
+    lost_peer(config, format("%s: %s: %s", what, ncclGetErrorString(result),
+                             ncclGetLastError(config.nccl_comm)));
+}
+
+// Waits on the host until `stream` has come as far as now.
+inline void wait_for_stream(const MultiGpuConfig& config, const char* what, cudaStream_t stream) {
+    cuda_check(cudaEventRecord(config.host_wait, stream));
+    wait_until(config, what, [&] {
+        const cudaError_t status = cudaEventQuery(config.host_wait);
+        if (status != cudaErrorNotReady) cuda_check(status);
+        return status == cudaSuccess;
+    });
+}
+
+// Test switches: sleeps on the stream itself.
+inline void planted_delay([[maybe_unused]] const char* name, [[maybe_unused]] cudaStream_t stream) {
+#ifdef LLMC_TEST_SWITCHES
+    const int most = switch_value(name);
+    if (most == 0) return;
+    cuda_check(cudaLaunchHostFunc(
+        stream,
+        [](void* limit) { random_delay(static_cast<int>(reinterpret_cast<intptr_t>(limit))); },
+        reinterpret_cast<void*>(static_cast<intptr_t>(most))));
+#endif
+}
+
+// Calls body(), which issues collectives on the NCCL stream, as one group. The host does not wait for
+// them. `name` must be a string that lasts; `index` tells several of one name in a step apart.
+template <class Body>
+void nccl_group(const MultiGpuConfig& config, const char* name, int index, Body&& body) {
+    planted_delay("LLMC_DELAY_NCCL_US", config.nccl_stream);
+    nccl_check(config, ncclGroupStart(), name);
+    body();
+    nccl_check(config, ncclGroupEnd(), name);
+    config.log->queued(name, index, config.nccl_stream);
+    config.peers->progress(config.log->step, config.log->count, name);
+}
+
+// The NCCL stream goes on when `stream` has come as far as now.
+inline void nccl_waits_for(const MultiGpuConfig& config, cudaStream_t stream) {
+    cuda_check(cudaEventRecord(config.compute_nccl_sync, stream));
+    cuda_check(cudaStreamWaitEvent(config.nccl_stream, config.compute_nccl_sync, 0));
+}
+
+// ---- host values ----
+
+// Every rank's `bytes` bytes from `mine`, by rank. Waits.
+inline std::vector<unsigned char> all_gather_bytes(const MultiGpuConfig& config, const void* mine,
+                                                   size_t bytes, const char* name) {
+    const size_t n = static_cast<size_t>(config.num_processes);
+    DeviceBuffer<unsigned char> device(n * bytes);
+    std::vector<unsigned char> all(n * bytes);
+    if (all.empty()) return all;
+    unsigned char* own = device.get() + config.process_rank * bytes;
+    cuda_check(cudaMemcpyAsync(own, mine, bytes, cudaMemcpyHostToDevice, config.nccl_stream));
+    nccl_group(config, name, -1, [&] {
+        nccl_check(config,
+                   ncclAllGather(own, device.get(), bytes, ncclUint8, config.nccl_comm,
+                                 config.nccl_stream),
+                   name);
+    });
+    wait_for_stream(config, name, config.nccl_stream);
+    cuda_check(cudaMemcpy(all.data(), device.get(), all.size(), cudaMemcpyDeviceToHost));
+    return all;
+}
+
+#else
+
+inline void multi_gpu_abandon(const MultiGpuConfig&, const std::string&) {}
+
+#endif  // MULTI_GPU
+
+// Every rank's `count` values, by rank. T can be copied as bytes.
+template <class T>
+std::vector<T> multi_gpu_all_gather_host([[maybe_unused]] const MultiGpuConfig& config,
+                                         const T* mine, size_t count,
+                                         [[maybe_unused]] const char* name) {
+    std::vector<T> all(mine, mine + count);
+#ifdef MULTI_GPU
+    if (config.num_processes > 1) {
+        const std::vector<unsigned char> bytes =
+            all_gather_bytes(config, mine, count * sizeof(T), name);
+        all.resize(config.num_processes * count);
+        std::memcpy(all.data(), bytes.data(), bytes.size());
+    }
+#endif
+    return all;
+}
+
+// The text of every rank, by rank.
+inline std::vector<std::string> multi_gpu_all_gather_text(const MultiGpuConfig& config,
+                                                          const std::string& mine,
+                                                          const char* name) {
+    const uint64_t length = mine.size();
+    const std::vector<uint64_t> lengths = multi_gpu_all_gather_host(config, &length, 1, name);
+    uint64_t longest = 0;
+    for (const uint64_t each : lengths) longest = std::max(longest, each);
+    std::vector<char> padded(longest, '\0');
+    std::copy(mine.begin(), mine.end(), padded.begin());
+    const std::vector<char> all =
+        multi_gpu_all_gather_host(config, padded.data(), padded.size(), name);
+    std::vector<std::string> texts;
+    for (size_t rank = 0; rank < lengths.size(); ++rank) {
+        texts.emplace_back(all.data() + rank * longest, lengths[rank]);
+    }
+    return texts;
+}
+
+// Every rank calls this with its error, or "" when it has none. Returns when nobody has one; else
+// throws on every rank what the lowest rank with an error says.
+inline void multi_gpu_agree(const MultiGpuConfig& config, const std::string& error) {
+    if (config.num_processes == 1) {
+        if (!error.empty()) throw Error(error);
+        return;
+    }
+    const std::vector<std::string> errors =
+        multi_gpu_all_gather_text(config, error, "agreement on errors");
+    for (size_t rank = 0; rank < errors.size(); ++rank) {
+        if (errors[rank].empty()) continue;
+        throw AgreedError(rank == 0 ? errors[rank]
+                                    : format("rank %zu: %s", rank, errors[rank].c_str()));
+    }
+}
+
+// Runs work(), which must not communicate, on every rank; an error of one is an error of all.
+template <class Work>
+void multi_gpu_together(const MultiGpuConfig& config, Work&& work) {
+    if (config.num_processes == 1) {
+        work();
+        return;
+    }
+    std::string error;
+    try {
+        work();
+    } catch (const std::exception& caught) {
+        error = caught.what();
+        if (error.empty()) error = "failed";
+    }
+    multi_gpu_agree(config, error);
+}
+
+}  // namespace llmc

@@ -1,0 +1,368 @@
+// The canonical reduction across ranks: every rank's gradients, summed by the tree of reduction.h.
+//
+// Shard p of a tensor belongs to rank p. Each rank sends shard p of its own sum to rank p, and the
+// owner adds what it receives by the tree over neighbours: the same bytes on the wire as a ring's
+// reduce-scatter, and bits that no ring, tree or switch of NCCL has a say in. Where every node holds
+// the same power of two of consecutive ranks, it goes in two levels, inside the node and then across,
+// so that each sum crosses the slow wires once: the lower levels of the tree are then those of a node.
+// ZeRO-0 gathers the shards afterwards.
+//
+// Bound by the wire. A list of tensors goes in rounds of a fixed size: while the pieces of one round
+// are added on a stream of their own, the next round's are on their way. What comes after the first
+// exchange (the second level, the gathering) is queued behind the next list's first exchange, so that
+// the wire does not wait for additions.
+#pragma once
+
+#ifdef MULTI_GPU
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <deque>
+#include <vector>
+
+#include "llmc/launchers.h"
+#include "llmc/reduction.h"
+#include "llmc/zero_comm.cuh"
+
+namespace llmc {
+
+// One exchange among some ranks, after which each of them holds the sum of its own shards over all.
+struct ExchangeStage {
+    std::vector<int> ranks;                   // ascending, a power of two of them
+    size_t self = 0;                          // this rank's place among them
+    std::vector<std::vector<size_t>> shards;  // by place: the shards that become that rank's
+    const char* name = "";
+};
+
+// Ranks on each node when the two-level exchange may be used, else 0: every node holds the same power
+// of two of consecutive ranks, and there is more than one of both.
+inline int ranks_per_node(const std::vector<int>& nodes) {
+    const size_t n = nodes.size();
+    size_t first = 1;
+    while (first < n && nodes[first] == nodes[0]) ++first;
+    const bool power_of_two = (first & (first - 1)) == 0;
+    if (first == 1 || first == n || n % first != 0 || !power_of_two) return 0;
+    for (size_t rank = 0; rank < n; ++rank) {
+        if (nodes[rank] != nodes[rank / first * first]) return 0;
+        for (size_t other = 0; other < rank / first * first; other += first) {
+            if (nodes[other] == nodes[rank]) return 0;
+        }
+    }
+    return static_cast<int>(first);
+}
+
+// The exchanges, one after the other, by which rank `self` comes to the sum of its shard.
+inline std::vector<ExchangeStage> exchange_stages(const std::vector<int>& nodes, int self) {
+    const int n = static_cast<int>(nodes.size()), per_node = ranks_per_node(nodes);
+    ExchangeStage all;
+    all.name = "reduction of gradients, group";
+    if (per_node == 0) {
+        all.self = self;
+        for (int rank = 0; rank < n; ++rank) {
+            all.ranks.push_back(rank);
+            all.shards.push_back({static_cast<size_t>(rank)});
+        }
+        return {all};
+    }
+    ExchangeStage inside, across;
+    inside.name = "reduction of gradients inside the node, group";
+    across.name = "reduction of gradients across nodes, group";
+    inside.self = self % per_node;
+    across.self = self / per_node;
+    for (int place = 0; place < per_node; ++place) {
+        inside.ranks.push_back(self / per_node * per_node + place);
+        inside.shards.emplace_back();
+        for (int rank = place; rank < n; rank += per_node) inside.shards.back().push_back(rank);
+    }
+    for (int rank = self % per_node; rank < n; rank += per_node) {
+        across.ranks.push_back(rank);
+        across.shards.push_back({static_cast<size_t>(rank)});
+    }
+    return {inside, across};
+}
+
+// Gradients that become final together.
+struct GradientList {
+    std::vector<gradX*> tensors;
+    std::vector<size_t> sizes;  // elements of each, which the number of ranks divides
+};
+
+struct GradientExchange {
+    // Elements that all peers together send to a rank in one round, at most.
+    static constexpr size_t kRoundElements = size_t{16} << 20;
+    static constexpr size_t kAlign = ParamLayout::kAlignElements;
+
+    // A list on its way: `phase` exchanges are queued.
+    struct InFlight {
+        GradientList list;
+        int group;  // number in the step
+        size_t phase = 0;
+        cudaEvent_t summed = nullptr;  // the newest exchange's sums are there
+    };
+
+    std::vector<ExchangeStage> stages;
+    std::deque<InFlight> in_flight;  // newest first
+    int next_group = 0;              // of the step
+    bool gather = false;             // ZeRO-0: everybody gets every shard
+
+    gradX* received = nullptr;  // two halves, for two rounds
+    size_t half_elements = 0;
+    unsigned next_half = 0;
+    cudaStream_t add_stream = nullptr;
+    cudaEvent_t arrived = nullptr;
+    std::array<cudaEvent_t, 2> half_free{};
+    std::vector<cudaEvent_t> unused_events;
+
+    GradientExchange() = default;
+    GradientExchange(const GradientExchange&) = delete;
+    GradientExchange& operator=(const GradientExchange&) = delete;
+    ~GradientExchange() {
+        if (add_stream == nullptr) return;
+        cudaEventDestroy(arrived);
+        for (cudaEvent_t event : half_free) cudaEventDestroy(event);
+        for (cudaEvent_t event : unused_events) cudaEventDestroy(event);
+        cudaStreamDestroy(add_stream);
+    }
+
+    void open() {
+        int least = 0, greatest = 0;
+        cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+        cuda_check(cudaStreamCreateWithPriority(&add_stream, cudaStreamNonBlocking, greatest));
+        cuda_check(cudaEventCreateWithFlags(&arrived, cudaEventDisableTiming));
+        for (cudaEvent_t& event : half_free) {
+            cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        }
+        for (size_t i = 0; i < stages.size() + 2; ++i) {
+            cudaEvent_t event;
+            cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+            unused_events.push_back(event);
+        }
+    }
+};
+
+// Elements of one half of the buffer for received pieces: what N-1 ranks send of the largest of
+// `lists` of tensor sizes, but no more than one round.
+inline size_t exchange_half_elements(const std::vector<std::vector<size_t>>& lists, int n) {
+    constexpr size_t kAlign = GradientExchange::kAlign;
+    size_t most = 0;
+    for (const std::vector<size_t>& sizes : lists) {
+        size_t shard = 0;
+        for (const size_t size : sizes) shard += (size / n + kAlign - 1) / kAlign * kAlign;
+        most = std::max(most, shard * (n - 1));
+    }
+    // A round holds at least one aligned piece of each rank, however many there are.
+    const size_t least = kAlign * static_cast<size_t>(n - 1);
+    return std::max(least, std::min(most, GradientExchange::kRoundElements));
+}
+
+namespace detail {
+
+// Part of a shard that goes in one round.
+struct Piece {
+    size_t tensor, shard;  // shard: its number among a rank's own
+    size_t begin, count;
+    size_t at;  // where in the space that a peer's pieces have
+};
+
+// The buffers that hold piece `piece` of every rank of the stage, this rank's own among them.
+inline std::vector<gradX*> piece_buffers(const ExchangeStage& stage, const GradientList& list,
+                                         const Piece& piece, gradX* received, size_t room, int n) {
+    std::vector<gradX*> buffers;
+    const size_t shard_size = list.sizes[piece.tensor] / n;
+    size_t slot = 0;
+    for (size_t place = 0; place < stage.ranks.size(); ++place) {
+        if (place == stage.self) {
+            buffers.push_back(list.tensors[piece.tensor] +
+                              stage.shards[place][piece.shard] * shard_size + piece.begin);
+        } else {
+            buffers.push_back(received + slot++ * room + piece.at);
+        }
+    }
+    return buffers;
+}
+
+#ifdef LLMC_TEST_SWITCHES
+// Fault::owner_fp32 in place of add_pieces.
+inline void add_pieces_in_fp32(const std::vector<std::vector<gradX*>>& buffers,
+                               const std::vector<Piece>& pieces, size_t self, cudaStream_t stream) {
+    auto* work = new std::function<void()>([=] {
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            for (size_t k = 0; k < pieces[i].count; ++k) {
+                float sum = 0.0f;
+                for (const gradX* buffer : buffers[i]) sum += to_float(buffer[k]);
+                buffers[i][self][k] = from_float<gradX>(sum);
+            }
+        }
+    });
+    cuda_check(cudaLaunchHostFunc(
+        stream,
+        [](void* pointer) {
+            auto* todo = static_cast<std::function<void()>*>(pointer);
+            (*todo)();
+            delete todo;
+        },
+        work));
+}
+#endif
+
+// Adds every rank's buffers of each piece by the tree, level by level; the sum ends up in this rank's.
+inline void add_pieces(std::vector<std::vector<gradX*>> buffers, const std::vector<Piece>& pieces,
+                       size_t self, cudaStream_t stream) {
+#ifdef LLMC_TEST_SWITCHES
+    if (planted_fault() == Fault::owner_fp32) {
+        return add_pieces_in_fp32(buffers, pieces, self, stream);
+    }
+    if (planted_fault() == Fault::swapped_children && buffers.front().size() > 2) {
+        for (std::vector<gradX*>& each : buffers) std::swap(each[1], each[2]);
+        if (self == 1 || self == 2) self = 3 - self;
+    }
+#endif
+    const size_t n = buffers.front().size();
+    for (size_t step = 1; step < n; step *= 2) {
+        std::vector<TreeRange<gradX>> nodes;
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            for (size_t left = 0; left < n; left += 2 * step) {
+                gradX* a = buffers[i][left];
+                gradX* b = buffers[i][left + step];
+                // The node that this rank's own part is in stays in its buffer.
+                gradX* out = self / (2 * step) == left / (2 * step) ? buffers[i][self] : a;
+                nodes.push_back({out, a, b, pieces[i].count});
+                buffers[i][left] = out;
+            }
+        }
+        tree_add_list(nodes.data(), static_cast<int>(nodes.size()), stream);
+    }
+}
+
+// Sends and receives one round's pieces, and queues their sums.
+inline void exchange_round(const MultiGpuConfig& config, const ExchangeStage& stage,
+                           const GradientList& list, int group, const std::vector<Piece>& pieces,
+                           size_t room) {
+    GradientExchange& exchange = *config.exchange;
+    const int n = config.num_processes;
+    const unsigned half = exchange.next_half++ % 2;
+    gradX* received = exchange.received + half * exchange.half_elements;
+    cuda_check(cudaStreamWaitEvent(config.nccl_stream, exchange.half_free[half], 0));
+    std::vector<std::vector<gradX*>> buffers;
+    for (const Piece& piece : pieces) {
+        buffers.push_back(piece_buffers(stage, list, piece, received, room, n));
+    }
+    nccl_group(config, stage.name, group, [&] {
+        for (size_t place = 0; place < stage.ranks.size(); ++place) {
+            if (place == stage.self) continue;
+            for (size_t i = 0; i < pieces.size(); ++i) {
+                const Piece& piece = pieces[i];
+                const size_t shard_size = list.sizes[piece.tensor] / n;
+                const gradX* from = list.tensors[piece.tensor] +
+                                    stage.shards[place][piece.shard] * shard_size + piece.begin;
+                nccl_check(config,
+                           ncclSend(from, piece.count, kNcclType<gradX>, stage.ranks[place],
+                                    config.nccl_comm, config.nccl_stream),
+                           stage.name);
+                nccl_check(config,
+                           ncclRecv(buffers[i][place], piece.count, kNcclType<gradX>,
+                                    stage.ranks[place], config.nccl_comm, config.nccl_stream),
+                           stage.name);
+            }
+        }
+    });
+    cuda_check(cudaEventRecord(exchange.arrived, config.nccl_stream));
+    cuda_check(cudaStreamWaitEvent(exchange.add_stream, exchange.arrived, 0));
+    planted_delay("LLMC_DELAY_NCCL_US", exchange.add_stream);
+    add_pieces(std::move(buffers), pieces, stage.self, exchange.add_stream);
+    cuda_check(cudaEventRecord(exchange.half_free[half], exchange.add_stream));
+}
+
+// All rounds of one exchange of a list.
+inline void exchange_stage(const MultiGpuConfig& config, const ExchangeStage& stage,
+                           const GradientList& list, int group) {
+    constexpr size_t kAlign = GradientExchange::kAlign;
+    const size_t peers = stage.ranks.size() - 1;
+    const size_t room = config.exchange->half_elements / peers / kAlign * kAlign;
+    std::vector<Piece> pieces;
+    size_t used = 0;
+    const auto flush = [&] {
+        if (!pieces.empty()) exchange_round(config, stage, list, group, pieces, room);
+        pieces.clear();
+        used = 0;
+    };
+    for (size_t tensor = 0; tensor < list.sizes.size(); ++tensor) {
+        const size_t shard_size = list.sizes[tensor] / config.num_processes;
+        for (size_t shard = 0; shard < stage.shards[stage.self].size(); ++shard) {
+            for (size_t begin = 0; begin < shard_size;) {
+                const size_t count = std::min(shard_size - begin, room - used);
+                pieces.push_back({tensor, shard, begin, count, used});
+                used = (used + count + kAlign - 1) / kAlign * kAlign;
+                begin += count;
+                if (used == room) flush();
+            }
+        }
+    }
+    flush();
+}
+
+// Gives every rank every shard of a list.
+inline void gather_list(const MultiGpuConfig& config, const GradientList& list, int group) {
+    const char* name = "gathering of gradients, group";
+    nccl_group(config, name, group, [&] {
+        for (size_t i = 0; i < list.sizes.size(); ++i) {
+            const size_t shard_size = list.sizes[i] / config.num_processes;
+            nccl_check(
+                config,
+                ncclAllGather(list.tensors[i] + config.process_rank * shard_size, list.tensors[i],
+                              shard_size, kNcclType<gradX>, config.nccl_comm, config.nccl_stream),
+                name);
+        }
+    });
+}
+
+// Queues what comes next for every list on its way, newest first.
+inline void advance_lists(const MultiGpuConfig& config) {
+    GradientExchange& exchange = *config.exchange;
+    for (GradientExchange::InFlight& each : exchange.in_flight) {
+        // What this rank sends now may be a sum that its other stream has still to make.
+        if (each.phase > 0) cuda_check(cudaStreamWaitEvent(config.nccl_stream, each.summed, 0));
+        if (each.phase < exchange.stages.size()) {
+            exchange_stage(config, exchange.stages[each.phase], each.list, each.group);
+            cuda_check(cudaEventRecord(each.summed, exchange.add_stream));
+        } else {
+            gather_list(config, each.list, each.group);
+        }
+        ++each.phase;
+    }
+    const size_t phases = exchange.stages.size() + exchange.gather;
+    while (!exchange.in_flight.empty() && exchange.in_flight.back().phase == phases) {
+        exchange.unused_events.push_back(exchange.in_flight.back().summed);
+        exchange.in_flight.pop_back();
+    }
+}
+
+}  // namespace detail
+
+// Queues the reduction of a list whose gradients the NCCL stream may read now.
+inline void exchange_gradients(const MultiGpuConfig& config, GradientList list) {
+    GradientExchange& exchange = *config.exchange;
+    GradientExchange::InFlight next;
+    next.list = std::move(list);
+    next.group = exchange.next_group++;
+    next.summed = exchange.unused_events.back();
+    exchange.unused_events.pop_back();
+    exchange.in_flight.push_front(std::move(next));
+    detail::advance_lists(config);
+}
+
+// Queues what the lists still need; `stream` then waits for all sums of the step.
+inline void finish_exchange(const MultiGpuConfig& config, cudaStream_t stream) {
+    GradientExchange& exchange = *config.exchange;
+    while (!exchange.in_flight.empty()) detail::advance_lists(config);
+    exchange.next_group = 0;
+    cuda_check(cudaEventRecord(exchange.arrived, exchange.add_stream));
+    cuda_check(cudaStreamWaitEvent(config.nccl_stream, exchange.arrived, 0));
+    cuda_check(cudaEventRecord(exchange.arrived, config.nccl_stream));
+    cuda_check(cudaStreamWaitEvent(stream, exchange.arrived, 0));
+}
+
+}  // namespace llmc
+
+#endif  // MULTI_GPU

@@ -1,0 +1,400 @@
+// How processes find each other and open a communicator: by MPI, over TCP, or through a shared folder.
+//
+// Each way tells a process two things, the NCCL id and where rank 0 listens. From there all go on alike:
+// every rank shakes hands with rank 0 (peers.h), which refuses what does not fit before NCCL starts, and
+// keeps that connection as the channel on which ranks learn of each other's end.
+#pragma once
+
+#ifdef MULTI_GPU
+
+#include <limits.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "llmc/hash.h"
+#include "llmc/peers.h"
+#include "llmc/shared_id_file.h"
+#include "llmc/zero_comm.cuh"
+
+#ifdef USE_MPI
+#include <mpi.h>
+#endif
+
+namespace llmc {
+
+namespace detail {
+
+inline double init_limit() {
+    return seconds_from_environment("LLMC_INIT_TIMEOUT_S", 300.0);
+}
+
+// What tells this job's processes from another's: LLMC_JOB_TOKEN, else the Slurm job's number, else "".
+inline std::string job_token() {
+    for (const char* name : {"LLMC_JOB_TOKEN", "SLURM_JOB_ID"}) {
+        const char* value = std::getenv(name);
+        if (value != nullptr && *value != '\0') return value;
+    }
+    return "";
+}
+
+// The host's name up to the first dot, by which processes of one host know each other.
+inline std::string short_host_name() {
+#ifdef LLMC_TEST_SWITCHES
+    if (const char* name = std::getenv("LLMC_HOST")) return name;
+#endif
+    char name[HOST_NAME_MAX + 1] = {};
+    if (::gethostname(name, sizeof(name) - 1) != 0) return "unknown";
+    return std::string(name).substr(0, std::string(name).find('.'));
+}
+
+inline uint64_t host_hash() {
+    const std::string name = short_host_name();
+    return hash_elements(name.data(), 1, name.size(), 0) | 1u;
+}
+
+// Settles which GPU this process uses. Throws Error when the host has fewer GPUs than ranks.
+inline void choose_device(MultiGpuConfig* config) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        throw Error(
+            format("rank %d: no GPU on %s", config->process_rank, short_host_name().c_str()));
+    }
+    // Where a launcher shows each process one GPU, that is the first; whether it is the process's own is
+    // seen by its address when the ranks meet.
+    if (count == 1) config->local_device_idx = 0;
+    if (config->local_device_idx >= count) {
+        throw Error(
+            format("rank %d: the host %s has %d GPUs and at least %d ranks; start at most "
+                   "%d there (-pn, -pg, mpirun -np)",
+                   config->process_rank, short_host_name().c_str(), count,
+                   config->local_device_idx + 1, count));
+    }
+}
+
+// The GPU's address on its host; "" for a CPU, which any number of ranks may share.
+inline std::string device_address([[maybe_unused]] const MultiGpuConfig& config) {
+#ifdef LLMC_CPU
+    return "";
+#else
+    char pci[32] = {};
+    cuda_check(cudaDeviceGetPCIBusId(pci, sizeof(pci), config.local_device_idx));
+    return pci;
+#endif
+}
+
+inline PeerInfo describe_self(const MultiGpuConfig& config) {
+    return {config.process_rank, config.num_processes, host_hash(), device_address(config)};
+}
+
+inline ncclUniqueId new_nccl_id() {
+    ncclUniqueId id;
+    static_assert(sizeof(id.internal) == kIdBytes);
+    const ncclResult_t result = ncclGetUniqueId(&id);
+    if (result != ncclSuccess) {
+        throw Error(format("NCCL: no id: %s", ncclGetErrorString(result)));
+    }
+    return id;
+}
+
+inline void copy_id(ncclUniqueId* to, const unsigned char (&from)[kIdBytes]) {
+    std::memcpy(to->internal, from, kIdBytes);
+}
+
+// Node of each rank by its host, numbered in order of appearance.
+inline std::vector<int> nodes_by_host(const std::vector<PeerInfo>& table) {
+    std::vector<int> nodes;
+    std::vector<uint64_t> hosts;
+    for (const PeerInfo& peer : table) {
+        const auto found = std::find(hosts.begin(), hosts.end(), peer.host_hash);
+        nodes.push_back(static_cast<int>(found - hosts.begin()));
+        if (found == hosts.end()) hosts.push_back(peer.host_hash);
+    }
+    return nodes;
+}
+
+inline std::vector<int> nodes_by_rank(int num_processes, int gpus_per_node) {
+    std::vector<int> nodes;
+    for (int rank = 0; rank < num_processes; ++rank) nodes.push_back(rank / gpus_per_node);
+    return nodes;
+}
+
+}  // namespace detail
+
+// Waits for all other ranks, and sends them `id`. Throws Error naming those that did not come.
+inline std::shared_ptr<Peers> send_nccl_id_to_clients(const ncclUniqueId& id, PeerServer* server,
+                                                      const MultiGpuConfig& config,
+                                                      double limit_s) {
+    unsigned char bytes[kIdBytes];
+    std::memcpy(bytes, id.internal, kIdBytes);
+    return server->wait_for_all(detail::describe_self(config), bytes, limit_s);
+}
+
+// The id that rank 0 makes, over TCP: rank 0 listens on `server_ip` and `port`, the others connect.
+// Sets config->peers. Throws Error naming the address, or the ranks that did not come.
+inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::string& server_ip,
+                                        int port) {
+    const double limit = detail::init_limit();
+    ncclUniqueId id{};
+    if (config->process_rank == 0) {
+        PeerServer server(server_ip, port, detail::job_token(),
+                          format("-ps %s", server_ip.c_str()));
+        id = detail::new_nccl_id();
+        config->peers = send_nccl_id_to_clients(id, &server, *config, limit);
+    } else {
+        unsigned char bytes[kIdBytes];
+        config->peers = join_peers({{server_ip, port}}, detail::job_token(),
+                                   detail::describe_self(*config), bytes, limit, "-ps");
+        detail::copy_id(&id, bytes);
+    }
+    return id;
+}
+
+// The id that rank 0 makes, through the file ncclUniqueId.sync in `fs_path`. Sets config->peers.
+inline ncclUniqueId get_nccl_id_via_fs(MultiGpuConfig* config, const std::string& fs_path) {
+    const double limit = detail::init_limit();
+    ncclUniqueId id{};
+    unsigned char bytes[kIdBytes];
+    if (config->process_rank == 0) {
+        PeerServer server("", 0, detail::job_token(), "-pi fs");
+        id = detail::new_nccl_id();
+        std::memcpy(bytes, id.internal, kIdBytes);
+        config->peers = serve_through_folder(&server, fs_path, detail::job_token(),
+                                             detail::describe_self(*config), bytes, limit);
+    } else {
+        config->peers = join_through_folder(fs_path, detail::job_token(),
+                                            detail::describe_self(*config), bytes, limit);
+        detail::copy_id(&id, bytes);
+    }
+    return id;
+}
+
+#ifdef USE_MPI
+
+namespace detail {
+
+inline void mpi_check(int status, const char* what) {
+    if (status == MPI_SUCCESS) return;
+    char text[MPI_MAX_ERROR_STRING] = {};
+    int length = 0;
+    MPI_Error_string(status, text, &length);
+    throw Error(format("%s: %s", what, text));
+}
+
+// MPI has no time limits. While one of these lives, the process ends after `limit_s`.
+class MpiLimit {
+  public:
+    MpiLimit(double limit_s, std::string what)
+        : watch_([this, limit_s, what = std::move(what)] {
+              std::unique_lock<std::mutex> lock(mutex_);
+              const bool in_time = done_.wait_for(lock, std::chrono::duration<double>(limit_s),
+                                                  [this] { return is_done_; });
+              if (in_time) return;
+              std::fflush(stdout);
+              std::fprintf(stderr,
+                           "%s: %s took more than %g s (LLMC_INIT_TIMEOUT_S): a rank is "
+                           "missing or does not answer\n",
+                           kProgramName, what.c_str(), limit_s);
+              std::_Exit(1);
+          }) {}
+    MpiLimit(const MpiLimit&) = delete;
+    MpiLimit& operator=(const MpiLimit&) = delete;
+    ~MpiLimit() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            is_done_ = true;
+        }
+        done_.notify_all();
+        watch_.join();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable done_;
+    bool is_done_ = false;
+    std::thread watch_;  // last: it reads the others
+};
+
+// Whether a launcher that speaks MPI has started this process. Without one MPI_Init would start a
+// daemon for a lone run.
+inline bool has_mpi_launcher() {
+    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"}) {
+        if (std::getenv(name) != nullptr) return true;
+    }
+    return false;
+}
+
+}  // namespace detail
+
+// The number of lower ranks on this rank's host, which is its GPU there. All ranks call it.
+inline int multi_gpu_get_local_device_idx(int process_rank, int num_processes) {
+    const uint64_t mine = detail::host_hash();
+    std::vector<uint64_t> hashes(num_processes);
+    detail::mpi_check(
+        MPI_Allgather(&mine, 1, MPI_UINT64_T, hashes.data(), 1, MPI_UINT64_T, MPI_COMM_WORLD),
+        "MPI_Allgather");
+    return static_cast<int>(std::count(hashes.begin(), hashes.begin() + process_rank, mine));
+}
+
+#endif  // USE_MPI
+
+namespace detail {
+
+#ifdef USE_MPI
+
+// What rank 0 tells the others through MPI.
+struct MpiGreeting {
+    ncclUniqueId id;
+    int port;
+    uint64_t server_token;
+    char addresses[1024];  // separated by spaces
+};
+
+inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit) {
+    MpiGreeting greeting{};
+    std::unique_ptr<PeerServer> server;
+    if (config->process_rank == 0) {
+        server = std::make_unique<PeerServer>("", 0, job_token(), "-pi mpi");
+        greeting.id = new_nccl_id();
+        greeting.port = server->port();
+        greeting.server_token = server->token();
+        std::string addresses;
+        for (const net::Endpoint& address : server->addresses()) {
+            const std::string more = addresses + (addresses.empty() ? "" : " ") + address.host;
+            if (more.size() < sizeof(greeting.addresses)) addresses = more;
+        }
+        std::memcpy(greeting.addresses, addresses.data(), addresses.size());
+    }
+    mpi_check(MPI_Bcast(&greeting, sizeof(greeting), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+    *id = greeting.id;
+    if (server != nullptr) {
+        config->peers = send_nccl_id_to_clients(*id, server.get(), *config, limit);
+        return;
+    }
+    std::vector<net::Endpoint> where;
+    const std::string addresses = greeting.addresses;
+    for (size_t begin = 0; begin < addresses.size();) {
+        const size_t end = std::min(addresses.find(' ', begin), addresses.size());
+        where.push_back({addresses.substr(begin, end - begin), greeting.port});
+        begin = end + 1;
+    }
+    unsigned char bytes[kIdBytes];
+    config->peers = join_peers(where, job_token(), describe_self(*config), bytes, limit, "-pi mpi",
+                               greeting.server_token);
+}
+
+#endif  // USE_MPI
+
+inline void refuse_lone_run(const std::string& why);  // zero.cuh
+
+// Each of the three returns the id of the communicator to open; with one process none is needed.
+inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int num_processes) {
+    ncclUniqueId id{};
+#ifdef USE_MPI
+    if (!has_mpi_launcher()) {
+        refuse_lone_run("MPI does not see the others; start with mpirun, or give -pi tcp or fs");
+        if (num_processes > 1) {
+            throw Error(
+                format("-pn %d: -pi mpi takes the number of processes from mpirun; start "
+                       "with mpirun -np %d, or give -pi tcp or fs",
+                       num_processes, num_processes));
+        }
+        return id;
+    }
+    const double limit = init_limit();
+    MpiLimit guard(limit, "the start of MPI");
+    mpi_check(MPI_Init(nullptr, nullptr), "MPI_Init");
+    config->started_by_mpi = true;
+    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN),
+              "MPI_Comm_set_errhandler");
+    mpi_check(MPI_Comm_rank(MPI_COMM_WORLD, &config->process_rank), "MPI_Comm_rank");
+    mpi_check(MPI_Comm_size(MPI_COMM_WORLD, &config->num_processes), "MPI_Comm_size");
+    if (config->num_processes == 1) {
+        refuse_lone_run(
+            "MPI sees only this one; use an mpirun of the same MPI, srun --mpi=pmix, or -pi tcp");
+        return id;
+    }
+    config->local_device_idx =
+        multi_gpu_get_local_device_idx(config->process_rank, config->num_processes);
+    choose_device(config);
+    join_by_mpi(config, &id, limit);
+    config->nodes = nodes_by_host(config->peers->table());
+#else
+    const char* no_mpi = "this build has no MPI; give -pi tcp or -pi fs, or build with OpenMPI";
+    (void)config;
+    refuse_lone_run(std::string("-pi mpi: ") + no_mpi);
+    if (num_processes > 1) throw Error(format("-pi mpi: %s", no_mpi));
+#endif
+    return id;
+}
+
+inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
+                                 const std::string& server_ip, int server_port) {
+    choose_device(config);
+    const ncclUniqueId id = get_nccl_id_via_tcp(config, server_ip, server_port);
+    config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
+    return id;
+}
+
+inline ncclUniqueId start_by_fs(MultiGpuConfig* config, int gpus_per_node,
+                                const std::string& fs_path) {
+    choose_device(config);
+    const ncclUniqueId id = get_nccl_id_via_fs(config, fs_path);
+    config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
+    return id;
+}
+
+inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id) {
+    config->time_limit_s = init_limit();
+    cuda_check(cudaSetDevice(config->local_device_idx));
+    ncclConfig_t options = NCCL_CONFIG_INITIALIZER;
+    options.blocking = 0;
+    const ncclResult_t result = ncclCommInitRankConfig(&config->nccl_comm, config->num_processes,
+                                                       id, config->process_rank, &options);
+    nccl_check(*config, result, "the start of NCCL");
+    int least = 0, greatest = 0;
+    cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cuda_check(cudaStreamCreateWithPriority(&config->nccl_stream, cudaStreamNonBlocking, greatest));
+    cuda_check(cudaEventCreateWithFlags(&config->compute_nccl_sync, cudaEventDisableTiming));
+    cuda_check(cudaEventCreateWithFlags(&config->host_wait, cudaEventDisableTiming));
+    cuda_check(cudaMallocManaged(&config->unified_buffer, sizeof(float)));
+    config->log = std::make_shared<CollectiveLog>();
+    config->time_limit_s = seconds_from_environment("LLMC_COMM_TIMEOUT_S", 600.0);
+}
+
+inline void close_communicator(MultiGpuConfig* config) {
+    wait_for_stream(*config, "the end of the run", config->nccl_stream);
+    nccl_check(*config, ncclCommFinalize(config->nccl_comm), "the end of NCCL");
+    ncclCommDestroy(config->nccl_comm);
+    config->exchange.reset();
+    config->log.reset();
+    cudaEventDestroy(config->compute_nccl_sync);
+    cudaEventDestroy(config->host_wait);
+    cudaStreamDestroy(config->nccl_stream);
+    cudaFree(config->unified_buffer);
+    config->peers->close();
+    config->peers.reset();
+}
+
+inline void end_mpi([[maybe_unused]] MultiGpuConfig* config) {
+#ifdef USE_MPI
+    if (!config->started_by_mpi) return;
+    MpiLimit guard(init_limit(), "the end of MPI");
+    mpi_check(MPI_Finalize(), "MPI_Finalize");
+#endif
+}
+
+}  // namespace detail
+
+}  // namespace llmc
+
+#endif  // MULTI_GPU
