@@ -222,11 +222,15 @@ class Peers {
     std::vector<int> unanswered_;  // by link: messages that the other side has yet to acknowledge
     int wake_fd_ = -1;
 
-    // own_position() reads what progress() wrote in one go: an odd count means that it is writing.
+    // progress() writes them in turn, so that own_position() reads one that is at rest.
+    struct OwnPosition {
+        std::atomic<int64_t> step{-1};
+        std::atomic<uint64_t> collective{0};
+        std::atomic<const char*> name{""};
+    };
+    static constexpr uint64_t kOwnPositions = 8;
+    OwnPosition own_[kOwnPositions];
     std::atomic<uint64_t> own_count_{0};
-    std::atomic<int64_t> own_step_{-1};
-    std::atomic<uint64_t> own_collective_{0};
-    std::atomic<const char*> own_name_{""};
 
     std::atomic<bool> has_failed_{false};
     mutable std::mutex mutex_;
@@ -276,26 +280,29 @@ inline Peers::~Peers() {
 }
 
 inline void Peers::progress(int64_t step, uint64_t collective, const char* name) {
-    const uint64_t count = own_count_.load(std::memory_order_relaxed);
-    own_count_.store(count + 1, std::memory_order_relaxed);
-    // Release: whoever reads one of these reads the odd count, or a later one, after it.
-    own_step_.store(step, std::memory_order_release);
-    own_collective_.store(collective, std::memory_order_release);
-    own_name_.store(name, std::memory_order_release);
-    own_count_.store(count + 2, std::memory_order_release);
+    const uint64_t count = own_count_.load(std::memory_order_relaxed) + 1;
+    OwnPosition& place = own_[count % kOwnPositions];
+    // Release: whoever reads one of these sees own_count_ at least as it was before.
+    place.step.store(step, std::memory_order_release);
+    place.collective.store(collective, std::memory_order_release);
+    place.name.store(name, std::memory_order_release);
+    own_count_.store(count, std::memory_order_release);
 }
 
 inline Peers::Position Peers::own_position() const {
     Position position;
-    // A few times: better a mixed report than none.
-    for (int attempt = 0; attempt < 100; ++attempt) {
-        const uint64_t before = own_count_.load(std::memory_order_acquire);
-        position.step = own_step_.load(std::memory_order_acquire);
-        position.collective = own_collective_.load(std::memory_order_acquire);
-        position.name = own_name_.load(std::memory_order_acquire);
-        const uint64_t later = own_count_.load(std::memory_order_acquire);
-        if (before == later && before % 2 == 0) break;
-    }
+    const char* name = "";
+    uint64_t count, later;
+    do {
+        count = own_count_.load(std::memory_order_acquire);
+        const OwnPosition& place = own_[count % kOwnPositions];
+        position.step = place.step.load(std::memory_order_acquire);
+        position.collective = place.collective.load(std::memory_order_acquire);
+        name = place.name.load(std::memory_order_acquire);
+        later = own_count_.load(std::memory_order_acquire);
+        // The place is written again when the count has gone round, begun one earlier.
+    } while (later - count >= kOwnPositions - 1);
+    position.name = name;
     return position;
 }
 
