@@ -9,6 +9,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -699,7 +700,14 @@ int run_among_ranks(Run& run) {
 int run_program(int argc, char** argv) {
     Run run;
     run.command_line.assign(argv, argv + argc);
-    run.options = parse_options(argc, argv);
+    try {
+        run.options = parse_options(argc, argv);
+    } catch (const Error&) {
+        // mpirun gives all ranks the same flags: one line about them is enough.
+        const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+        if (rank != nullptr && std::atoi(rank) > 0) return 1;
+        throw;
+    }
     if (run.options.help) {
         std::printf("%s", help_text(argv[0]).c_str());
         return 0;

@@ -322,7 +322,7 @@ inline void multi_gpu_gather_weights(floatX* const* tensors, const size_t* sizes
                                      int group, cudaEvent_t gathered, const MultiGpuConfig* config,
                                      cudaStream_t stream) {
 #ifdef MULTI_GPU
-    const char* name = "gathering of weights, group";
+    const char* name = "gathering of weights";
     if (planted_fault() != Fault::early_gather) nccl_waits_for(*config, stream);
     nccl_group(*config, name, group, [&] {
         for (size_t i = 0; i < count; ++i) {

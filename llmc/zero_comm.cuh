@@ -138,7 +138,7 @@ struct CollectiveLog {
             where = format("in step %lld", static_cast<long long>(config.log->step));
         } else {
             where = format("in step %lld, %s", static_cast<long long>(entry->step), entry->name);
-            if (entry->index >= 0) where += format(" %d", entry->index);
+            if (entry->index >= 0) where += format(", group %d", entry->index);
         }
     }
     std::fflush(stdout);

@@ -56,7 +56,7 @@ inline int ranks_per_node(const std::vector<int>& nodes) {
 inline std::vector<ExchangeStage> exchange_stages(const std::vector<int>& nodes, int self) {
     const int n = static_cast<int>(nodes.size()), per_node = ranks_per_node(nodes);
     ExchangeStage all;
-    all.name = "reduction of gradients, group";
+    all.name = "reduction of gradients";
     if (per_node == 0) {
         all.self = self;
         for (int rank = 0; rank < n; ++rank) {
@@ -66,8 +66,8 @@ inline std::vector<ExchangeStage> exchange_stages(const std::vector<int>& nodes,
         return {all};
     }
     ExchangeStage inside, across;
-    inside.name = "reduction of gradients inside the node, group";
-    across.name = "reduction of gradients across nodes, group";
+    inside.name = "reduction of gradients inside the node";
+    across.name = "reduction of gradients across nodes";
     inside.self = self % per_node;
     across.self = self / per_node;
     for (int place = 0; place < per_node; ++place) {
@@ -304,7 +304,7 @@ inline void exchange_stage(const MultiGpuConfig& config, const ExchangeStage& st
 
 // Gives every rank every shard of a list.
 inline void gather_list(const MultiGpuConfig& config, const GradientList& list, int group) {
-    const char* name = "gathering of gradients, group";
+    const char* name = "gathering of gradients";
     nccl_group(config, name, group, [&] {
         for (size_t i = 0; i < list.sizes.size(); ++i) {
             const size_t shard_size = list.sizes[i] / config.num_processes;
