@@ -117,8 +117,15 @@ class Mesh {
         cut();
     }
 
-    // Ends every wait of every thread, at once.
-    void abort() { cut(); }
+    // Ends every wait of every thread: at once, or at the end of a failure's moment for the others.
+    void abort() {
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            if (!failure_.empty())
+                changed_.wait_for(lock, kMomentForOthers, [this] { return cut_; });
+        }
+        cut();
+    }
 
     // An orderly end, when no transfer is under way: tells the other ranks, which take the end of
     // these connections for what it is.

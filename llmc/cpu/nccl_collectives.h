@@ -247,7 +247,7 @@ class Collectives {
             const size_t mine = part(rank_, begin);
             Transfer messages(mesh_);
             for_each_peer([&](int peer) {
-                messages.receive(peer, &staging[stride * peer], mine * element, slot(mine));
+                messages.receive(peer, staging.data() + stride * peer, mine * element, slot(mine));
             });
             for_each_peer([&](int peer) {
                 const size_t theirs = part(peer, begin);
