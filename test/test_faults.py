@@ -1,0 +1,122 @@
+"""Planted faults: each is caught by the comparison of bits that test_many_ranks.py makes.
+
+The build with switches takes the name of a fault in LLMC_FAULT. Every test runs the same command
+twice, with the fault and without, and makes the same comparison of both with one process.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import pytest
+
+from helpers import Trainer
+from many_ranks import Lab, assert_same_bits, switches_binary
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def switches(pytestconfig: pytest.Config) -> Trainer:
+    return switches_binary(pytestconfig)
+
+
+def test_without_a_fault_the_switches_change_nothing(
+    lab: Lab, bf16: Trainer, switches: Trainer
+) -> None:
+    for micro in (8, 24):
+        assert_same_bits(lab.one(bf16, lab.args(micro)), lab.one(switches, lab.args(micro)))
+
+
+def test_a_fault_that_there_is_not(lab: Lab, switches: Trainer) -> None:
+    """A misspelt fault would test nothing."""
+    result = switches.run(lab.args(8), env={"LLMC_FAULT": "owner_fp23"})
+    assert result.status == 1 and "owner_fp23" in result.stderr, f"{result}"
+
+
+@pytest.fixture(scope="module")
+def sound(lab: Lab, switches: Trainer) -> Callable[..., None]:
+    """Asserts that ranks without a fault give the bits of one process; once for the same ranks."""
+    done = set()
+
+    def check(count: int, zero: int, micro: int, changes: dict, delays: dict) -> None:
+        key = repr((count, zero, micro, changes, delays))
+        if key not in done:
+            run = lab.many(switches, count, "tcp", arguments(lab, micro, zero, changes), env=delays)
+            assert_same_bits(lab.one(switches, arguments(lab, micro, 0, changes)), run.first)
+            done.add(key)
+
+    return check
+
+
+def arguments(lab: Lab, micro: int, zero: int, changes: dict) -> list[object]:
+    """Without --check-ranks, which would stop ranks that have come apart: the comparison with one
+    process must see it by itself."""
+    args = lab.args(micro, {"-z": zero, **changes})
+    return [arg for arg in args if arg != "--check-ranks"]
+
+
+def assert_caught(
+    lab: Lab, switches: Trainer, sound: Callable[..., None], fault: str, count: int, zero: int,
+    micro: int, changes: dict | None = None, delays: dict | None = None,
+) -> None:
+    """One process and `count` ranks differ when both have the fault, and are equal without it."""
+    changes, delays = changes or {}, delays or {}
+    sound(count, zero, micro, changes, delays)
+    env = {"LLMC_FAULT": fault, **delays}
+    faulty = lab.many(switches, count, "tcp", arguments(lab, micro, zero, changes), env=env)
+    one = lab.one(switches, arguments(lab, micro, 0, changes), env=env)
+    with pytest.raises(AssertionError, match="different: "):
+        assert_same_bits(one, faulty.first)
+
+
+# Fault, ranks, ZeRO stage, micro-batches: where it can show.
+FAULTS = [
+    ("owner_fp32", 4, 1, 8),  # a sum of two pieces is rounded once either way
+    ("owner_fp32", 8, 0, 8),
+    ("swapped_children", 4, 1, 8),  # likewise, the sum of two does not depend on their order
+    ("swapped_children", 8, 0, 8),
+    ("fused_leaf", 2, 1, 6),  # a rank of one slot has no leaf to fuse: N = W against any other N
+    ("fused_leaf", 8, 0, 8),
+    ("round_robin", 2, 1, 8),
+    ("round_robin", 4, 1, 8),
+    ("rank_seed", 2, 1, 8),
+    ("rank_seed", 8, 0, 8),
+]
+
+
+@pytest.mark.parametrize("fault, count, zero, micro", FAULTS)
+def test_fault_is_caught(
+    lab: Lab, switches: Trainer, sound: Callable[..., None], fault: str, count: int, zero: int,
+    micro: int,
+) -> None:
+    assert_caught(lab, switches, sound, fault, count, zero, micro)
+
+
+def test_order_of_chunk_sums_is_caught(
+    lab: Lab, switches: Trainer, sound: Callable[..., None]
+) -> None:
+    """In the bits of the norm alone. A sum of squares of bf16 values is all but exact in double, so
+    that there must be many tensors, and even then one step in ten shows nothing."""
+    for steps in (1, 2, 3, 4):
+        changes = {"-e": "custom:L40C16H2T32V256", "-x": steps}
+        try:
+            assert_caught(lab, switches, sound, "rank_order_chunks", 2, 1, 8, changes)
+            return
+        except pytest.fail.Exception:  # equal
+            continue
+    pytest.fail("rank_order_chunks was not noticed")
+
+
+@pytest.mark.parametrize("fault, count, zero", [
+    ("early_reduce", 2, 0), ("early_reduce", 4, 1), ("early_gather", 2, 1), ("early_gather", 4, 1),
+])
+def test_missing_wait_is_caught(
+    lab: Lab, switches: Trainer, sound: Callable[..., None], fault: str, count: int, zero: int
+) -> None:
+    """What no event orders comes in another order once the computation is slow."""
+    delays = {"LLMC_DELAY_MAIN_US": "2000"}
+    assert_caught(lab, switches, sound, fault, count, zero, 8, delays=delays)
