@@ -263,10 +263,11 @@ inline std::string listen_advice(const std::string& host, int port, int number) 
 
 // Listens on one address: the first of `host`'s that can be bound, loopback addresses last, since
 // a machine's own name may stand for one. Host "" is all interfaces, IPv4 and IPv6; port 0 is any
-// free one. A port in use is tried for two seconds, since a killed run may still be on its way out.
-// Throws Error, a line that begins with `what` (the flags that the values came from).
-inline Socket listen_on(const std::string& host, int port, const std::string& what) {
-    const Deadline give_up = after(2);
+// free one. A port in use is tried for `patience_s` seconds, since a killed run may still be on its
+// way out. Throws Error, a line that begins with `what` (the flags that the values came from).
+inline Socket listen_on(const std::string& host, int port, const std::string& what,
+                        double patience_s = 3) {
+    const Deadline give_up = after(patience_s);
     const std::string begin = what.empty() ? "" : what + ": ";
     Resolved found = resolve({host, port}, true);
     if (found.addresses.empty()) {

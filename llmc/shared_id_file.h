@@ -327,7 +327,7 @@ inline std::unique_ptr<Peers> join_through_folder(const std::string& folder,
                                                   const PeerInfo& self,
                                                   unsigned char (&id)[kIdBytes], double limit_s) {
     // Rank 0's machine may have made the folder a moment ago.
-    const net::Deadline folder_deadline = net::after(std::min(limit_s, 2.0));
+    const net::Deadline folder_deadline = net::after(std::min(limit_s / 2, 2.0));
     detail::Joining joining(job_token, self, limit_s);
     detail::Pause pause;
     std::string problem;

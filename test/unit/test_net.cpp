@@ -197,7 +197,7 @@ TEST(Net, EveryAddressOfANameIsTried) {
     const Socket first = net::listen_on(kTwoAddresses, endpoint.port, "");
     EXPECT_EQ(net::local_address(first), "127.0.0.2");
     Socket none;
-    EXPECT_EQ(message([&] { none = net::listen_on(kTwoAddresses, endpoint.port, "-pp"); }),
+    EXPECT_EQ(message([&] { none = net::listen_on(kTwoAddresses, endpoint.port, "-pp", 0.2); }),
               llmc::format("-pp: port %d is in use on two-addresses.test; choose another, the same "
                            "on all ranks",
                            endpoint.port));

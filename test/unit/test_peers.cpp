@@ -1,209 +1,19 @@
-// llmc/peers.h and llmc/control_channel.h: ranks meet, whoever else calls, and watch each other.
+// llmc/peers.h: ranks meet, whoever else calls.
 #include "llmc/peers.h"
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
 
-#include <csignal>
-#include <cstdlib>
+#include <atomic>
 #include <filesystem>
 #include <future>
 #include <iterator>
-#include <set>
 
-#include "test/unit/child_process.h"
+#include "test/unit/peer_ranks.h"
 
-namespace hs = llmc::handshake;
-namespace net = llmc::net;
-using llmc::Error;
-using llmc::join_peers;
-using llmc::kIdBytes;
-using llmc::PeerInfo;
-using llmc::Peers;
-using llmc::PeerServer;
-using PeersPointer = std::unique_ptr<Peers>;
-
+namespace llmc::test {
 namespace {
 
-const char* const kJob = "the job of this test";
-const char* const kName = "allgather of layer 4";
-
-struct Id {
-    unsigned char bytes[kIdBytes] = {};
-    explicit Id(unsigned char first = 0) {
-        for (size_t i = 0; first != 0 && i < kIdBytes; ++i) {
-            bytes[i] = static_cast<unsigned char>(first + 7 * i);
-        }
-    }
-    std::string text() const { return std::string(bytes, bytes + kIdBytes); }
-};
-
-double seconds_since(net::Deadline start) {
-    return std::chrono::duration<double>(net::Clock::now() - start).count();
-}
-
-void sleep_ms(int ms) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
-
-template <class Condition>
-bool happens_within(double seconds, Condition&& condition) {
-    const net::Deadline deadline = net::after(seconds);
-    while (!condition()) {
-        if (net::Clock::now() >= deadline) return false;
-        sleep_ms(2);
-    }
-    return true;
-}
-
-// What a rank got: its connection and the id, or an error.
-struct Outcome {
-    PeersPointer peers;
-    Id id;
-    std::string error = "";
-};
-
-template <class Join>
-std::future<Outcome> in_thread(Join join) {
-    return std::async(std::launch::async, [join] {
-        Outcome outcome;
-        try {
-            outcome.peers = join(&outcome.id);
-        } catch (const Error& error) {
-            outcome.error = error.what();
-        }
-        return outcome;
-    });
-}
-
-PeerInfo info(int rank, int size, const std::string& device = "") {
-    return {rank, size, 1, device};
-}
-
-std::future<Outcome> serve(PeerServer* server, const PeerInfo& self, double limit_s = 20) {
-    return in_thread([=](Id* id) {
-        *id = Id(1);
-        return server->wait_for_all(self, id->bytes, limit_s);
-    });
-}
-
-std::future<Outcome> join(int port, const PeerInfo& self, double limit_s = 20,
-                          const std::string& job = kJob, uint64_t token = 0) {
-    return in_thread([=](Id* id) {
-        return join_peers({{"127.0.0.1", port}}, job, self, id->bytes, limit_s, "-ps", token);
-    });
-}
-
-// All ranks of a run, in threads of this process. Those in `elsewhere` are left to the caller.
-std::vector<PeersPointer> start_ranks(int size, PeerServer* server,
-                                      const std::set<int>& elsewhere = {}) {
-    std::vector<std::future<Outcome>> futures;
-    std::vector<PeersPointer> peers(static_cast<size_t>(size));
-    for (int rank = 0; rank < size; ++rank) {
-        if (elsewhere.count(rank) > 0) {
-            futures.emplace_back();
-        } else {
-            futures.push_back(rank == 0 ? serve(server, info(0, size))
-                                        : join(server->port(), info(rank, size)));
-        }
-    }
-    for (size_t rank = 0; rank < futures.size(); ++rank) {
-        if (!futures[rank].valid()) continue;
-        Outcome outcome = futures[rank].get();
-        EXPECT_EQ(outcome.error, "");
-        EXPECT_EQ(outcome.id.text(), Id(1).text());
-        peers[rank] = std::move(outcome.peers);
-    }
-    return peers;
-}
-
-void close_all(std::vector<PeersPointer>* peers) {
-    std::vector<std::future<void>> closings;
-    for (PeersPointer& one : *peers) {
-        if (one == nullptr) continue;
-        closings.push_back(std::async(std::launch::async, [&one] { one->close(); }));
-    }
-    for (std::future<void>& closing : closings) closing.get();
-}
-
-// ---- a rank in a process of its own, that can be killed or stopped
-
-std::string variable(const char* name) {
-    const char* value = std::getenv(name);
-    return value == nullptr ? "" : value;
-}
-
-// The child: joins as the variables say, notes a position, and stays.
-std::string run_child_rank() {
-    const int rank = std::stoi(variable("TEST_RANK")), size = std::stoi(variable("TEST_SIZE"));
-    const int port = std::stoi(variable("TEST_PORT"));
-    Id id(1);
-    PeersPointer peers;
-    try {
-        if (rank == 0) {
-            PeerServer server("127.0.0.1", port, kJob, "");
-            peers = server.wait_for_all(info(0, size), id.bytes, 20);
-        } else {
-            peers = join_peers({{"127.0.0.1", port}}, kJob, info(rank, size), id.bytes, 20, "");
-        }
-    } catch (const Error& error) {
-        std::fprintf(stderr, "child: %s\n", error.what());
-        _exit(1);
-    }
-    peers->progress(12, 40, kName);
-    while (peers->failure().empty()) sleep_ms(20);
-    _exit(0);
-}
-
-const llmc::test::ChildMode child_mode("peers", run_child_rank);
-
-class Child {
-  public:
-    Child(int rank, int size, int port) {
-        std::vector<std::string> variables;
-        for (char** entry = environ; *entry != nullptr; ++entry) variables.emplace_back(*entry);
-        variables.push_back(std::string(llmc::test::kModeVariable) + "=peers");
-        variables.push_back("TEST_RANK=" + std::to_string(rank));
-        variables.push_back("TEST_SIZE=" + std::to_string(size));
-        variables.push_back("TEST_PORT=" + std::to_string(port));
-        std::vector<char*> pointers;
-        for (std::string& one : variables) pointers.push_back(one.data());
-        pointers.push_back(nullptr);
-        char program[] = "/proc/self/exe";
-        char* arguments[] = {program, nullptr};
-        EXPECT_EQ(posix_spawn(&pid_, program, nullptr, nullptr, arguments, pointers.data()), 0);
-    }
-    ~Child() {
-        send(SIGCONT);
-        send(SIGKILL);
-        waitpid(pid_, nullptr, 0);
-    }
-    void send(int signal) const { kill(pid_, signal); }
-
-  private:
-    pid_t pid_ = -1;
-};
-
-int free_port() {
-    return net::local_port(net::listen_on("127.0.0.1", 0, ""));
-}
-
-net::Socket connect(int port) {
-    net::Socket socket = net::connect_to({"127.0.0.1", port}, net::after(5));
-    EXPECT_TRUE(socket);
-    return socket;
-}
-
-hs::MessageBytes hello_bytes(int rank, int size, uint32_t version = hs::kProtocolVersion) {
-    hs::Message hello;
-    hello.rank = rank;
-    hello.size = size;
-    hello.version = version;
-    hello.job_token = hs::job_token_of(kJob);
-    return hs::encode(hello);
-}
+// ---- the start
 
 // A rank that dies as soon as it has been counted.
 void say_hello(int port, int rank, int size) {
@@ -213,8 +23,6 @@ void say_hello(int port, int rank, int size) {
     hs::MessageBytes answer;
     ASSERT_TRUE(net::receive_all(socket, answer.data(), answer.size(), net::after(2)));
 }
-
-// ---- the start
 
 TEST(Peers, EveryRankLearnsTheTableAndTheId) {
     const int size = 5;
@@ -295,7 +103,7 @@ TEST(Peers, MissingRanksAreNamedOnEveryRank) {
     std::future<Outcome> zero = serve(&server, info(0, 8), 0.5);
     std::future<Outcome> one = join(server.port(), info(1, 8), 0.5);
     std::future<Outcome> four = join(server.port(), info(4, 8), 10);
-    const std::string expected = llmc::format(
+    const std::string expected = format(
         "ranks 2, 3 and 5-7 of 8 did not arrive within 0.5 s (LLMC_INIT_TIMEOUT_S); rank 0 waited "
         "at 127.0.0.1:%d",
         server.port());
@@ -309,28 +117,17 @@ TEST(Peers, RankThatCameAndLeftIsNotCalledAbsent) {
     std::future<Outcome> zero = serve(&server, info(0, 3), 0.4);
     say_hello(server.port(), 1, 3);
     EXPECT_EQ(zero.get().error,
-              llmc::format("rank 2 of 3 did not arrive and rank 1 came and left again within 0.4 s "
-                           "(LLMC_INIT_TIMEOUT_S); rank 0 waited at 127.0.0.1:%d",
-                           server.port()));
-}
-
-// Rank 0 has more patience: the other rank leaves, after three seconds of grace.
-void expect_rank_gives_up_first() {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::future<Outcome> zero = serve(&server, info(0, 3), 4);
-    EXPECT_EQ(join(server.port(), info(1, 3), 0.2).get().error,
-              llmc::format("rank 2 of 3 did not arrive within 0.2 s (LLMC_INIT_TIMEOUT_S); rank 0 "
-                           "waits at 127.0.0.1:%d",
-                           server.port()));
-    zero.get();
+              format("rank 2 of 3 did not arrive and rank 1 came and left again within 0.4 s "
+                     "(LLMC_INIT_TIMEOUT_S); rank 0 waited at 127.0.0.1:%d",
+                     server.port()));
 }
 
 TEST(Peers, AbsentRankZeroIsNamedWithItsAddress) {
     const int port = free_port();
     EXPECT_EQ(join(port, info(1, 2), 0.3).get().error,
-              llmc::format("-ps: rank 0 did not answer at 127.0.0.1:%d within 0.3 s "
-                           "(LLMC_INIT_TIMEOUT_S): Connection refused",
-                           port));
+              format("-ps: rank 0 did not answer at 127.0.0.1:%d within 0.3 s "
+                     "(LLMC_INIT_TIMEOUT_S): Connection refused",
+                     port));
     Id id;
     std::string error;
     const net::Deadline start = net::Clock::now();
@@ -403,11 +200,11 @@ TEST(Peers, RefusalIsNamedWhenAMissingRankIsTheReason) {
     std::future<Outcome> zero = serve(&server, info(0, 2), 0.5);
     join(server.port(), info(1, 3), 5).get();
     EXPECT_EQ(zero.get().error,
-              llmc::format("rank 1 of 2 did not arrive within 0.5 s (LLMC_INIT_TIMEOUT_S); rank 0 "
-                           "waited at 127.0.0.1:%d; the last process refused was rank 1 from "
-                           "127.0.0.1: it was started as one of 3 ranks and rank 0 as one of 2; "
-                           "give all ranks the same number",
-                           server.port()));
+              format("rank 1 of 2 did not arrive within 0.5 s (LLMC_INIT_TIMEOUT_S); rank 0 "
+                     "waited at 127.0.0.1:%d; the last process refused was rank 1 from "
+                     "127.0.0.1: it was started as one of 3 ranks and rank 0 as one of 2; "
+                     "give all ranks the same number",
+                     server.port()));
 }
 
 TEST(Peers, OtherProtocolVersionIsTold) {
@@ -433,9 +230,9 @@ TEST(Peers, RankThatFindsAnotherVersionSaysSo) {
     const hs::MessageBytes answer = hello_bytes(0, 2, 9);
     ASSERT_TRUE(net::send_all(socket, answer.data(), 16, net::after(1)));
     EXPECT_EQ(one.get().error,
-              llmc::format("rank 0 at 127.0.0.1:%d speaks version 9 of the protocol and this "
-                           "process version 1; start the same program on all ranks",
-                           net::local_port(listener)));
+              format("rank 0 at 127.0.0.1:%d speaks version 9 of the protocol and this "
+                     "process version 1; start the same program on all ranks",
+                     net::local_port(listener)));
 }
 
 TEST(Peers, ServerThatIsNotRankZeroIsNotTaken) {
@@ -511,7 +308,7 @@ struct Junk {
 
 std::string random_bytes(size_t count, uint64_t seed) {
     std::string bytes;
-    for (size_t i = 0; i < count; ++i) bytes += static_cast<char>(llmc::mix_element(seed, i));
+    for (size_t i = 0; i < count; ++i) bytes += static_cast<char>(mix_element(seed, i));
     return bytes;
 }
 
@@ -636,277 +433,5 @@ TEST(Peers, IdleConnectionsBeyondTheBoundKeepNobodyOut) {
     close_all(&all);
 }
 
-// ---- watching
-
-TEST(Peers, KilledRankIsKnownToAllAtOnce) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    Child child(2, 3, server.port());
-    std::vector<PeersPointer> all = start_ranks(3, &server, {2});
-    ASSERT_TRUE(all[0] && all[1]);
-    const std::string place = "in step 12 (allgather of layer 4)";
-    // Once its position has come through.
-    ASSERT_TRUE(happens_within(10, [&] { return all[1]->late().find(place) != std::string::npos; }))
-        << all[1]->late();
-    EXPECT_EQ(all[0]->failure() + all[1]->failure(), "");
-    child.send(SIGKILL);
-    for (const int rank : {0, 1}) {
-        EXPECT_TRUE(happens_within(2, [&] { return !all[rank]->failure().empty(); }));
-        EXPECT_EQ(all[rank]->failure(), "rank 2 died " + place);
-    }
-    close_all(&all);
-}
-
-TEST(Peers, KilledRankZeroIsKnownToAllAtOnce) {
-    const int port = free_port();
-    Child child(0, 3, port);
-    std::future<Outcome> one = join(port, info(1, 3)), two = join(port, info(2, 3));
-    std::vector<PeersPointer> all;
-    all.push_back(one.get().peers);
-    all.push_back(two.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    ASSERT_TRUE(happens_within(10, [&] {
-        return all[0]->late().find("rank 0 is in step 12") != std::string::npos;
-    })) << all[0]->late();
-    child.send(SIGKILL);
-    for (const PeersPointer& peers : all) {
-        EXPECT_TRUE(happens_within(2, [&] { return !peers->failure().empty(); }));
-        EXPECT_EQ(peers->failure().substr(0, 11), "rank 0 died");
-    }
-    close_all(&all);
-}
-
-// Rank 0 waits for a rank that does not end, but not for ever.
-void expect_bounded_close() {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::vector<PeersPointer> all = start_ranks(2, &server);
-    const net::Deadline start = net::Clock::now();
-    all[0]->close();
-    EXPECT_GT(seconds_since(start), 4.5);
-    EXPECT_LT(seconds_since(start), 7);
-    EXPECT_EQ(all[1]->failure(), "");
-    all[1]->close();
-    EXPECT_EQ(all[1]->failure(), "");
-}
-
-void expect_stopped_rank_is_found() {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    Child child(2, 4, server.port());
-    std::vector<PeersPointer> all = start_ranks(4, &server, {2});
-    ASSERT_TRUE(all[0] && all[1] && all[3]);
-    for (const int rank : {0, 1, 3}) all[rank]->progress(12, 40, kName);
-    const std::string all_well = "all ranks answer and are in step 12 (allgather of layer 4)";
-    ASSERT_TRUE(happens_within(10, [&] { return all[3]->late() == all_well; })) << all[3]->late();
-    child.send(SIGSTOP);
-    for (const int rank : {0, 1, 3}) {
-        std::string late;
-        EXPECT_TRUE(happens_within(10, [&] { return (late = all[rank]->late()) != all_well; }));
-        EXPECT_EQ(late.find("rank 2 gave no sign of life for "), 0u) << late;
-        EXPECT_NE(late.find("last in step 12 (allgather of layer 4); ranks 0, 1 and 3 are in step "
-                            "12 (allgather of layer 4)"),
-                  std::string::npos)
-            << late;
-        EXPECT_EQ(all[rank]->failure(), "");
-    }
-    child.send(SIGCONT);
-    EXPECT_TRUE(happens_within(5, [&] { return all[1]->late() == all_well; })) << all[1]->late();
-    all[0]->announce_failure("the test is over");
-    close_all(&all);
-}
-
-void expect_stopped_rank_zero_is_found() {
-    const int port = free_port();
-    Child child(0, 3, port);
-    std::future<Outcome> one = join(port, info(1, 3)), two = join(port, info(2, 3));
-    std::vector<PeersPointer> all;
-    all.push_back(one.get().peers);
-    all.push_back(two.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    all[0]->progress(13, 1, "forward");
-    ASSERT_TRUE(happens_within(10, [&] {
-        return all[1]->late().find("rank 0 is behind, in step 12") != std::string::npos;
-    }));
-    child.send(SIGSTOP);
-    std::string late;
-    EXPECT_TRUE(happens_within(10, [&] {
-        late = all[0]->late();
-        return late.find("rank 0 gave no sign of life for ") == 0;
-    })) << late;
-    // Rank 2 may be well: nobody tells.
-    EXPECT_NE(late.find("last in step 12 (allgather of layer 4); rank 1 is in step 13 (forward)"),
-              std::string::npos)
-        << late;
-    child.send(SIGKILL);
-    close_all(&all);
-}
-
-// Together, since each of them has to wait for some seconds.
-TEST(Peers, StoppedRanksAreFoundByTheirSilenceAndNobodyWaitsForEver) {
-    std::vector<std::future<void>> all;
-    for (auto* part : {expect_bounded_close, expect_rank_gives_up_first,
-                       expect_stopped_rank_is_found, expect_stopped_rank_zero_is_found}) {
-        all.push_back(std::async(std::launch::async, part));
-    }
-    for (std::future<void>& one : all) one.get();
-}
-
-TEST(Peers, RankBehindIsNamedWithItsPlace) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::vector<PeersPointer> all = start_ranks(4, &server);
-    for (const int rank : {0, 3}) all[rank]->progress(12, 8, kName);
-    for (const int rank : {1, 2}) all[rank]->progress(12, 7, "reduction of layer 0");
-    const std::string expected =
-        "ranks 1 and 2 are behind, in step 12 (reduction of layer 0); ranks 0 and 3 are in step 12 "
-        "(allgather of layer 4)";
-    for (const PeersPointer& peers : all) {
-        EXPECT_TRUE(happens_within(3, [&] { return peers->late() == expected; })) << peers->late();
-    }
-    close_all(&all);
-}
-
-TEST(Peers, ErrorOfOneRankReachesAllWithItsMessage) {
-    for (const int source : {0, 2}) {
-        PeerServer server("127.0.0.1", 0, kJob, "");
-        std::vector<PeersPointer> all = start_ranks(4, &server);
-        const net::Deadline start = net::Clock::now();
-        all[source]->announce_failure("out/model.bin: cannot write:\nNo space left on device");
-        EXPECT_LT(seconds_since(start), 1);
-        const std::string expected =
-            llmc::format("rank %d: out/model.bin: cannot write:?No space left on device", source);
-        for (const PeersPointer& peers : all) {
-            EXPECT_EQ(peers->wait_for_failure(2), expected);
-            EXPECT_EQ(peers->failure(), expected);
-        }
-        // The first cause stays: what follows from it is not news.
-        all[1]->announce_failure("a collective broke");
-        all[source].reset();
-        EXPECT_EQ(all[3]->failure(), expected);
-        close_all(&all);
-    }
-}
-
-TEST(Peers, MessageOfARankThatExitsAtOnceArrives) {
-    for (int i = 0; i < 20; ++i) {
-        PeerServer server("127.0.0.1", 0, kJob, "");
-        std::vector<PeersPointer> all = start_ranks(3, &server);
-        all[i % 2 == 0 ? 1 : 0]->announce_failure("last words");
-        all[i % 2 == 0 ? 1 : 0].reset();
-        EXPECT_EQ(all[2]->wait_for_failure(2),
-                  i % 2 == 0 ? "rank 1: last words" : "rank 0: last words");
-        close_all(&all);
-    }
-}
-
-TEST(Peers, RankThatEndsEarlyIsNamed) {
-    for (const int source : {0, 1}) {
-        PeerServer server("127.0.0.1", 0, kJob, "");
-        std::vector<PeersPointer> all = start_ranks(3, &server);
-        all[source]->progress(3, 1, "forward");
-        all[source].reset();
-        const std::string expected =
-            llmc::format("rank %d ended early in step 3 (forward)", source);
-        EXPECT_EQ(all[2]->wait_for_failure(2), expected);
-        EXPECT_EQ(all[1 - source]->wait_for_failure(2), expected);
-        close_all(&all);
-    }
-}
-
-TEST(Peers, RanksMayEndOneAfterTheOther) {
-    for (int order = 0; order < 3; ++order) {
-        PeerServer server("127.0.0.1", 0, kJob, "");
-        std::vector<PeersPointer> all = start_ranks(3, &server);
-        std::vector<std::future<void>> closings;
-        const net::Deadline start = net::Clock::now();
-        for (int i = 0; i < 3; ++i) {
-            closings.push_back(std::async(std::launch::async, [&all, i, order] {
-                Peers& peers = *all[static_cast<size_t>((order + i) % 3)];
-                sleep_ms(60 * i);
-                EXPECT_EQ(peers.failure(), "");
-                peers.close();
-                EXPECT_EQ(peers.failure(), "");
-            }));
-        }
-        for (std::future<void>& closing : closings) closing.get();
-        EXPECT_LT(seconds_since(start), 4);
-    }
-}
-
-TEST(Peers, EndedRankIsNotCalledDead) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::vector<PeersPointer> all = start_ranks(3, &server);
-    all[1]->close();
-    all[1].reset();
-    const std::string expected = "rank 1 has ended; ranks 0 and 2 are before the first step";
-    for (const int rank : {0, 2}) {
-        EXPECT_TRUE(happens_within(2, [&] { return all[rank]->late() == expected; }));
-        EXPECT_EQ(all[rank]->failure(), "");
-    }
-    close_all(&all);
-}
-
-TEST(Peers, GarbageFromARankIsItsEnd) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::future<Outcome> zero = serve(&server, info(0, 3)), one = join(server.port(), info(1, 3));
-    const net::Socket socket = connect(server.port());
-    const hs::MessageBytes hello = hello_bytes(2, 3);
-    ASSERT_TRUE(net::send_all(socket, hello.data(), hello.size(), net::after(1)));
-    std::vector<PeersPointer> all;
-    all.push_back(zero.get().peers);
-    all.push_back(one.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    ASSERT_TRUE(net::send_all(socket, "garbage", 7, net::after(1)));
-    for (const PeersPointer& peers : all) {
-        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died before the first step");
-    }
-    close_all(&all);
-}
-
-TEST(Peers, RankThatDiesWhileTheOthersStartIsNoticed) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::future<Outcome> zero = serve(&server, info(0, 3)), one = join(server.port(), info(1, 3));
-    {
-        const net::Socket socket = connect(server.port());
-        const hs::MessageBytes hello = hello_bytes(2, 3);
-        ASSERT_TRUE(net::send_all(socket, hello.data(), hello.size(), net::after(1)));
-        std::vector<char> table(hs::kMessageBytes);
-        ASSERT_TRUE(net::receive_all(socket, table.data(), table.size(), net::after(2)));
-        // With the id unread in the connection.
-        ASSERT_TRUE(net::wait_for(socket, POLLIN, net::after(2)));
-    }
-    std::vector<PeersPointer> all;
-    all.push_back(zero.get().peers);
-    all.push_back(one.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    for (const PeersPointer& peers : all) {
-        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died before the first step");
-    }
-    close_all(&all);
-}
-
-TEST(Peers, ProgressIsReadInOnePiece) {
-    PeerServer server("127.0.0.1", 0, kJob, "");
-    std::vector<PeersPointer> all = start_ranks(2, &server);
-    std::atomic<bool> over{false};
-    auto writing = std::async(std::launch::async, [&] {
-        for (int64_t step = 0; !over; ++step) {
-            all[1]->progress(step, static_cast<uint64_t>(step), step % 2 == 0 ? "even" : "odd");
-            for (volatile int i = 0; i < 100; i = i + 1) {
-            }
-        }
-    });
-    int torn = 0;
-    const net::Deadline end = net::after(0.5);
-    while (net::Clock::now() < end) {
-        const std::string late = all[1]->late();
-        const size_t at = late.find("rank 1 is in step ");
-        if (at == std::string::npos) continue;
-        const std::string rest = late.substr(at + 18);
-        const bool even = std::stoll(rest) % 2 == 0;
-        if (rest.find(even ? "(even)" : "(odd)") == std::string::npos) ++torn;
-    }
-    EXPECT_EQ(torn, 0);
-    over = true;
-    writing.get();
-    close_all(&all);
-}
-
 }  // namespace
+}  // namespace llmc::test
