@@ -125,8 +125,11 @@ RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUI
 build_tests: check-deps
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 train_only
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
-train_and_unit: $(CPU_DIR)/train_gpt2cpu $(CPU_DIR)/unit_tests
+train_only: $(CPU_DIR)/train_gpt2cpu
+train_and_unit: train_only $(CPU_DIR)/unit_tests
 
 ## All that needs no GPU and little time: unit tests, sanitizers, Python tests
 test: setup
@@ -204,6 +207,6 @@ help:
 	@awk -f mk/help.awk Makefile
 
 FORCE:
-.PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_and_unit test test_unit \
+.PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
     test_sanitize test_full test_gpu check print-trainer demo data bench check-deps setup \
     clean distclean help FORCE
