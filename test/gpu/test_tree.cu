@@ -59,6 +59,34 @@ TEST(GpuTree, EveryPairOfSpecialValuesHasTheTwinsBits) {
     }
 }
 
+// More ranges than one launch takes, of many lengths, aligned and not; the table may go at once.
+TEST(GpuTree, TheListsLauncherHasTheTablesBits) {
+    constexpr size_t kRanges = 3 * kTreeListRanges + 5, kRoom = 5000;
+    std::vector<gradX> a(kRanges * kRoom), b(a.size());
+    fill_normal(a.data(), a.size(), 1);
+    fill_normal(b.data(), b.size(), 2);
+    const DeviceGuarded<gradX> device_a(a), device_b(b);
+    DeviceGuarded<gradX> by_list(a), by_table(a);
+    const auto ranges_to = [&](gradX* out) {
+        Ranges ranges;
+        for (size_t i = 0; i < kRanges; ++i) {
+            const size_t begin = i * kRoom + i % 3;
+            ranges.push_back(
+                {out + begin, device_a.get() + begin, device_b.get() + begin, i * 37 % 4900});
+        }
+        return ranges;
+    };
+    launch(ranges_to(by_table.get()));
+    {
+        Ranges list = ranges_to(by_list.get());
+        tree_add_list(list.data(), static_cast<int>(list.size()), nullptr);
+        std::fill(list.begin(), list.end(), TreeRange<gradX>{});
+    }
+    cuda_check(cudaDeviceSynchronize());
+    EXPECT_EQ(count_different(by_list.download().data(), by_table.download().data(), a.size()), 0u);
+    by_list.expect_guards_intact("out");
+}
+
 // The tree over `pieces` by one launch for each level, in place on the left child.
 std::vector<gradX> gpu_tree(const std::vector<std::vector<gradX>>& pieces) {
     std::vector<std::unique_ptr<DeviceGuarded<gradX>>> device;

@@ -243,11 +243,29 @@ TEST(TreeAdd, TheTableIsReadWhenTheStreamGetsThere) {
     EXPECT_EQ(out, 3.0f);
 }
 
+TEST(TreeAdd, AListMayGoOnceItIsQueued) {
+    const float a = 1.0f, b = 2.0f;
+    float out = 0.0f;
+    StreamGate gate;
+    gate.close(nullptr);
+    {
+        TreeRange<float> range = {&out, &a, &b, 1};
+        cpu::tree_add_list(&range, 1, nullptr);
+        range = {nullptr, nullptr, nullptr, 0};
+    }
+    gate.open();
+    cudaDeviceSynchronize();
+    EXPECT_EQ(out, 3.0f);
+}
+
 TEST(TreeAdd, BadArgumentsAreRefused) {
     const TreeRange<float> range = {nullptr, nullptr, nullptr, 0};
     EXPECT_THROW(cpu::tree_add(&range, -1, 1, nullptr), Error);
     EXPECT_THROW(cpu::tree_add<float>(nullptr, 1, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::tree_add<float>(nullptr, 0, 0, nullptr));
+    EXPECT_THROW(cpu::tree_add_list(&range, -1, nullptr), Error);
+    EXPECT_THROW(cpu::tree_add_list<float>(nullptr, 1, nullptr), Error);
+    EXPECT_NO_THROW(cpu::tree_add_list<float>(nullptr, 0, nullptr));
 }
 
 }  // namespace
