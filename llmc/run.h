@@ -188,6 +188,7 @@ inline void describe_model(GPT2* model, const Run& run, int batch, int recompute
     model->batch = batch;
     model->sequence = options.seq_len;
     model->recompute = recompute;
+    model->longest_sample = options.sample_every > 0 ? options.sample_tokens : 0;
     model->use_master = options.master_weights;
     model->weight_decay = static_cast<float>(options.weight_decay);
     const int64_t micro_batches = options.total_batch == -1
@@ -256,6 +257,11 @@ inline void print_row(const Run& run, const char* name, const std::string& value
     print0(run, "| %-27s | %-62s |\n", name, value.c_str());
 }
 
+inline const char* gelu_fusion_text(int level) {
+    if (level == 0) return "apart from the matrix products";
+    return level == 1 ? "in the forward product" : "in the forward and in the backward product";
+}
+
 inline void print_plan(const Run& run) {
     const Options& options = run.options;
     const ModelConfig& config = run.model.config;
@@ -275,6 +281,8 @@ inline void print_plan(const Run& run) {
         run, "model",
         format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
                config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
+    print_row(run, "attention", attention_backend(config.channels / config.num_heads));
+    print_row(run, "GELU", gelu_fusion_text(run.model.gelu_fusion));
     print_row(run, "parameters", format("%zu", run.model.layout.num_parameters()));
     print_row(
         run, "training windows",
@@ -302,6 +310,18 @@ inline void print_plan(const Run& run) {
     print0(run, "%s", rule.c_str());
 }
 
+// Decides how far GELU is computed inside matrix products.
+inline void settle_gelu(Run& run) {
+    const Options& options = run.options;
+    matmul_allow_tf32(options.tf32);  // decides which products there are
+    const int C = run.model.config.channels;
+    run.model.gelu_fusion =
+        matmul_gelu_fusion(options.gelu_fusion, options.batch_size * options.seq_len, C, 4 * C);
+    if (run.model.gelu_fusion >= options.gelu_fusion) return;
+    print0(run, "-ge %d: there is no such matrix product here, so as -ge %d\n", options.gelu_fusion,
+           run.model.gelu_fusion);
+}
+
 // Reads and checks flags, files and memory of this rank; writes nothing, and does not communicate.
 inline void prepare(Run& run) {
     const Options& options = run.options;
@@ -312,14 +332,11 @@ inline void prepare(Run& run) {
     const std::string zero_note =
         set_zero_configs(&run.multi_gpu, options.zero_stage, ParamLayout(run.model.config));
     if (!zero_note.empty()) print0(run, "%s\n", zero_note.c_str());
-    if (options.gelu_fusion > 0) {
-        print0(run, "-ge %d: this version computes GELU apart from the matrix product, as -ge 0\n",
-               options.gelu_fusion);
-    }
     open_data(run);
     require_device(run.multi_gpu.local_device_idx);
     run.device = device_name();
     settle_reduction(run);
+    settle_gelu(run);
     run.schedule = {parse_schedule(options.schedule), static_cast<float>(options.learning_rate),
                     options.warmup_steps, run.num_steps,
                     static_cast<float>(options.final_lr_fraction)};
@@ -390,6 +407,13 @@ inline void compare_ranks(const Run& run) {
 // all.
 inline void set_up(Run& run) {
     const Options& options = run.options;
+#if defined(MULTI_GPU) && !defined(USE_MPI)
+    // mpi is the default, with which a lone process runs; who asks for it does not mean that.
+    const std::vector<std::string>& words = run.command_line;
+    if (options.init_method == "mpi" && std::count(words.begin(), words.end(), "-pi") > 0) {
+        throw Error("-pi mpi: this build has no MPI; give -pi tcp or fs, or build with OpenMPI");
+    }
+#endif
     run.multi_gpu = multi_gpu_config_init(options.num_processes, options.process_rank,
                                           options.gpus_per_node, options.server_address,
                                           options.shared_folder, options.init_method, options.port);
@@ -447,7 +471,6 @@ inline void set_weights(Run& run) {
 // Memory, weights and the output folder. An error of one rank is an error of all.
 inline void start(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] {
-        matmul_allow_tf32(run.options.tf32);
         gpt2_allocate(&run.model, run.multi_gpu);
         run.step_upload.open();
         run.batch_upload.open();

@@ -68,6 +68,8 @@ inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank,
     MultiGpuConfig config;
 #ifdef MULTI_GPU
     ncclUniqueId id{};
+    detail::init_limit();  // a wrong value is seen before anybody waits
+    config.time_limit_s = seconds_from_environment("LLMC_COMM_TIMEOUT_S", 600.0);
     if (init_method == "mpi") {
         id = detail::start_by_mpi(&config, num_processes);
     } else {

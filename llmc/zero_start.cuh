@@ -62,8 +62,9 @@ inline uint64_t host_hash() {
     return hash_elements(name.data(), 1, name.size(), 0) | 1u;
 }
 
-// Settles which GPU this process uses. Throws Error when the host has fewer GPUs than ranks.
-inline void choose_device(MultiGpuConfig* config) {
+// Settles which GPU this process uses. Throws Error without a GPU; returns what is wrong when the host
+// has fewer GPUs than ranks, for the other ranks to hear of, too.
+inline std::string choose_device(MultiGpuConfig* config) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
         throw Error(
@@ -72,13 +73,18 @@ inline void choose_device(MultiGpuConfig* config) {
     // Where a launcher shows each process one GPU, that is the first; whether it is the process's own is
     // seen by its address when the ranks meet.
     if (count == 1) config->local_device_idx = 0;
-    if (config->local_device_idx >= count) {
-        throw Error(
-            format("rank %d: the host %s has %d GPUs and at least %d ranks; start at most "
-                   "%d there (-pn, -pg, mpirun -np)",
-                   config->process_rank, short_host_name().c_str(), count,
-                   config->local_device_idx + 1, count));
-    }
+    if (config->local_device_idx < count) return "";
+    return format(
+        "the host %s has %d GPUs and at least %d ranks; start at most %d there (-pn, -pg, mpirun "
+        "-np)",
+        short_host_name().c_str(), count, config->local_device_idx + 1, count);
+}
+
+// Ends a start in which this rank has a problem: the others, who have met it by now, hear of it.
+inline void refuse_start(const MultiGpuConfig& config, const std::string& problem) {
+    if (problem.empty()) return;
+    config.peers->announce_failure(problem);
+    throw Error(format("rank %d: %s", config.process_rank, problem.c_str()));
 }
 
 // The GPU's address on its host; "" for a CPU, which any number of ranks may share.
@@ -87,6 +93,9 @@ inline std::string device_address([[maybe_unused]] const MultiGpuConfig& config)
     return "";
 #else
     char pci[32] = {};
+    int count = 0;
+    cuda_check(cudaGetDeviceCount(&count));
+    if (config.local_device_idx >= count) return "";
     cuda_check(cudaDeviceGetPCIBusId(pci, sizeof(pci), config.local_device_idx));
     return pci;
 #endif
@@ -325,8 +334,9 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     }
     config->local_device_idx =
         multi_gpu_get_local_device_idx(config->process_rank, config->num_processes);
-    choose_device(config);
+    const std::string problem = choose_device(config);
     join_by_mpi(config, &id, limit);
+    refuse_start(*config, problem);
     config->nodes = nodes_by_host(config->peers->table());
 #else
     const char* no_mpi = "this build has no MPI; give -pi tcp or -pi fs, or build with OpenMPI";
@@ -339,21 +349,24 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
 
 inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
                                  const std::string& server_ip, int server_port) {
-    choose_device(config);
+    const std::string problem = choose_device(config);
     const ncclUniqueId id = get_nccl_id_via_tcp(config, server_ip, server_port);
+    refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
     return id;
 }
 
 inline ncclUniqueId start_by_fs(MultiGpuConfig* config, int gpus_per_node,
                                 const std::string& fs_path) {
-    choose_device(config);
+    const std::string problem = choose_device(config);
     const ncclUniqueId id = get_nccl_id_via_fs(config, fs_path);
+    refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
     return id;
 }
 
 inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id) {
+    const double step_limit_s = config->time_limit_s;
     config->time_limit_s = init_limit();
     cuda_check(cudaSetDevice(config->local_device_idx));
     ncclConfig_t options = NCCL_CONFIG_INITIALIZER;
@@ -368,7 +381,7 @@ inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id) {
     cuda_check(cudaEventCreateWithFlags(&config->host_wait, cudaEventDisableTiming));
     cuda_check(cudaMallocManaged(&config->unified_buffer, sizeof(float)));
     config->log = std::make_shared<CollectiveLog>();
-    config->time_limit_s = seconds_from_environment("LLMC_COMM_TIMEOUT_S", 600.0);
+    config->time_limit_s = step_limit_s;
 }
 
 inline void close_communicator(MultiGpuConfig* config) {
