@@ -187,6 +187,17 @@ std::string busy_rank() {
         self.synchronize();
     }
 }
+// One long message to rank 0.
+std::string sending_rank() {
+    Rank self(2, 3, id_of_child());
+    std::vector<char> x(size_t{1} << 28, 1);
+    share_pid(self);
+    ncclSend(x.data(), x.size(), ncclInt8, 0, self.comm, self.stream);
+    self.synchronize();
+    std::this_thread::sleep_for(std::chrono::seconds(60));
+    return "slept";
+}
+const ChildMode sending_mode("nccl sending rank", sending_rank);
 const ChildMode passive_mode("nccl passive rank", passive_rank);
 const ChildMode busy_mode("nccl busy rank", busy_rank);
 
@@ -224,20 +235,29 @@ TEST(NcclFailures, AKilledRankIsSeenByAnIdleCommunicator) {
     });
 }
 
-// Rank 2 dies half way through a message: Gloo alone leaves its receiver waiting.
-TEST(NcclFailures, AKilledRankEndsTheMessagesUnderWay) {
-    for (int milliseconds : {3, 20, 50}) {
-        run_with_child("nccl busy rank", [milliseconds](Rank& self, pid_t pid) {
-            std::vector<float> x(1 << 24);
-            for (int i = 0; i < 50; ++i) {
-                ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat, ncclSum, self.comm,
-                              self.stream);
-            }
-            std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-            if (self.rank == 0) kill(pid, SIGKILL);
-            expect_loss_of_rank_2(self);
-        });
-    }
+// Gloo alone leaves the receiver of half a message waiting.
+TEST(NcclFailures, ARankKilledHalfWayThroughAMessageEndsTheWait) {
+    run_with_child("nccl sending rank", [](Rank& self, pid_t pid) {
+        std::vector<char> x(size_t{1} << 28);
+        if (self.rank == 0) {
+            ncclRecv(x.data(), x.size(), ncclInt8, 2, self.comm, self.stream);
+            std::this_thread::sleep_for(std::chrono::milliseconds(30));
+            kill(pid, SIGKILL);
+        }
+        expect_loss_of_rank_2(self);
+    });
+}
+
+TEST(NcclFailures, AKilledRankEndsTheCollectivesUnderWay) {
+    run_with_child("nccl busy rank", [](Rank& self, pid_t pid) {
+        std::vector<float> x(1 << 24);
+        for (int i = 0; i < 50; ++i) {
+            ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat, ncclSum, self.comm, self.stream);
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        if (self.rank == 0) kill(pid, SIGKILL);
+        expect_loss_of_rank_2(self);
+    });
 }
 
 TEST(NcclFailures, AbortEndsTheWaitForAStoppedRank) {
