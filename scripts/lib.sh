@@ -1,0 +1,180 @@
+# shellcheck shell=bash
+# What the scripts here share; they source it after their own settings. Settings that are the same
+# in all of them, each of which can be given from the environment as well:
+: "${BINARY:=./train_gpt2cu}"     # the trainer
+: "${ZERO_STAGE:=1}"              # 1: each GPU keeps its share of the optimizer's state
+: "${RECOMPUTE:=1}"               # as the trainer's -r; larger saves memory
+: "${WEIGHT_DECAY:=0.1}"          # of matrices and embeddings
+: "${FINAL_LR_FRACTION:=0.0}"     # learning rate at the end, as a fraction of LEARNING_RATE
+: "${REDUCTION_WIDTH:=8}"         # same bits on every number of GPUs that divides it
+: "${VAL_EVERY:=250}"             # validation every so many steps; 0: never
+: "${VAL_BATCHES:=20}"            # micro-batches of a validation
+: "${HELLASWAG:=1}"               # 1: HellaSwag with each validation (dev/data/hellaswag.py)
+: "${SAMPLE_EVERY:=5000}"         # print a sample every so many steps; 0: never
+: "${CHECKPOINT_EVERY:=1000}"     # steps
+: "${CHECKPOINTS_KEPT:=2}"        # newest ones to keep; 0: all
+: "${EXTRA_FLAGS:=}"              # more of the trainer's flags, separated by spaces
+: "${GPUS:=}"                     # one-machine scripts: GPUs to use; empty: all that are here
+: "${MAX_FAILURES:=3}"            # give up when so many tries in a row made no new checkpoint
+: "${RETRY_WAIT_S:=10}"           # seconds before the next try
+: "${PRICE_PER_GPU_HOUR:=}"       # your assumption, to be shown what the run costs; empty: none
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+say() { echo "== $*"; }
+
+# The trainer with all flags that do not say how its processes find each other.
+trainer_command() {
+    local extra
+    read -ra extra <<<"$EXTRA_FLAGS"
+    trainer=("$BINARY" -e "$MODEL" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUTPUT" -y 1
+        -n "$CHECKPOINT_EVERY" -nk "$CHECKPOINTS_KEPT" -b "$BATCH" -t "$SEQ_LEN" -d "$TOTAL_BATCH"
+        -x "$STEPS" -l "$LEARNING_RATE" -u "$WARMUP" -q "$FINAL_LR_FRACTION" -c "$WEIGHT_DECAY"
+        -z "$ZERO_STAGE" -r "$RECOMPUTE" -rw "$REDUCTION_WIDTH" -v "$VAL_EVERY" -m "$VAL_BATCHES"
+        -h "$HELLASWAG" -s "$SAMPLE_EVERY" "${extra[@]}")
+}
+
+# ---- signals: a run that is asked to stop saves a checkpoint and ends
+
+stopped_by=
+signals=0
+child=
+
+# The trainer takes SIGUSR1 as a wish to stop, and srun and mpirun hand it on to all its processes;
+# SIGTERM and SIGINT they would answer by killing them.
+on_signal() {
+    stopped_by=$1
+    signals=$((signals + 1))
+    if [ -n "$child" ]; then kill -USR1 "$child" 2>/dev/null || true; fi
+}
+for signal in TERM INT HUP USR1; do
+    # shellcheck disable=SC2064  # the name is meant as it is now
+    trap "on_signal $signal" "$signal"
+done
+
+# run_and_wait COMMAND ...: its status. A signal interrupts bash's wait, so it may take several.
+run_and_wait() {
+    local status=0 again seen=$signals
+    "$@" </dev/null &
+    child=$!
+    # One may have come just before the number was known.
+    if [ "$seen" != "$signals" ]; then kill -USR1 "$child" 2>/dev/null || true; fi
+    wait "$child" || status=$?
+    while [ "$seen" != "$signals" ]; do
+        seen=$signals
+        again=0
+        wait "$child" 2>/dev/null || again=$?
+        # 127: it had ended before the signal came.
+        if [ $again != 127 ]; then status=$again; fi
+    done
+    child=
+    return "$status"
+}
+
+# ---- the loop
+
+# Step of the newest complete checkpoint, 0 when there is none.
+newest_checkpoint() {
+    local path newest=0
+    for path in "$OUTPUT"/DONE_*; do
+        if [[ $path =~ /DONE_([0-9]{8})$ ]]; then newest=$((10#${BASH_REMATCH[1]})); fi
+    done
+    echo "$newest"
+}
+
+# Why the loop cannot begin, as an error.
+check_settings() {
+    local name
+    for name in STEPS CHECKPOINT_EVERY MAX_FAILURES; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: must be a whole number, at least 1"
+    done
+    command -v "$BINARY" >/dev/null ||
+        fail "BINARY=$BINARY: no such program in $PWD; build it, for example make train_gpt2cu"
+    [ -n "$OUTPUT" ] || fail "OUTPUT is empty: must be a folder for logs and checkpoints"
+    mkdir -p "$OUTPUT"
+}
+
+# train_until_done START: calls START with the number of the try until the checkpoint of the last
+# step is there. START starts the trainer, which resumes from the newest checkpoint, and returns its
+# status. Returns 0 when done, 2 when a signal has stopped the run; ends the script with 1 after
+# MAX_FAILURES tries in a row that made no new checkpoint, so that a wrong flag does not loop.
+train_until_done() {
+    local start=$1 try=0 failures=0 status before after
+    after=$(newest_checkpoint)
+    while [ "$after" -lt "$STEPS" ]; do
+        before=$after
+        try=$((try + 1))
+        say "try $try, from step $before of $STEPS"
+        status=0
+        "$start" "$try" || status=$?
+        after=$(newest_checkpoint)
+        # Status 0 before the last step: somebody has sent the trainer itself a signal.
+        if [ -n "$stopped_by" ] || { [ $status = 0 ] && [ "$after" -lt "$STEPS" ]; }; then
+            say "stopped by ${stopped_by:-a signal}, checkpoint of step $after of $STEPS"
+            if [ "$after" -ge "$STEPS" ]; then return 0; fi
+            return 2
+        fi
+        if [ "$after" -ge "$STEPS" ]; then break; fi
+        failures=$((after > before ? 0 : failures + 1))
+        if [ $failures -ge "$MAX_FAILURES" ]; then
+            fail "status $status, and no new checkpoint after $failures tries; giving up"
+        fi
+        say "try $try ended with status $status at the checkpoint of step $after;" \
+            "next try in $RETRY_WAIT_S s"
+        run_and_wait sleep "$RETRY_WAIT_S" || true
+        if [ -n "$stopped_by" ]; then return 2; fi
+    done
+    say "done: checkpoint of step $after in $OUTPUT"
+}
+
+# ---- one machine
+
+# Number of GPUs that CUDA would show here.
+gpus_here() {
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        awk -F, '{ print NF }' <<<"$CUDA_VISIBLE_DEVICES"
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi -L | grep -c '^GPU ' || true
+    else
+        echo 0
+    fi
+}
+
+# say_cost TOKENS_PER_SECOND WHENCE: what the run takes at the speed of one GPU.
+say_cost() {
+    awk -v steps="$STEPS" -v d="$TOTAL_BATCH" -v rate="$1" -v whence="$2" \
+        -v price="$PRICE_PER_GPU_HOUR" 'BEGIN {
+            hours = steps * d / rate / 3600
+            printf "== %.1f billion tokens: %.1f hours x GPUs", steps * d / 1e9, hours
+            printf " at %d tokens/s (%s)", rate, whence
+            if (price != "") printf "; %.0f at an assumed %s an hour", hours * price, price
+            print ""
+        }'
+}
+
+start_here() {
+    if [ "$GPUS" = 1 ]; then
+        run_and_wait "${trainer[@]}"
+    else
+        # In a session of its own, so that Ctrl-C reaches mpirun by way of on_signal alone.
+        run_and_wait setsid mpirun -np "$GPUS" --bind-to none "${trainer[@]}" -pi mpi
+    fi
+}
+
+# train_here TOKENS_PER_SECOND WHENCE: a whole run on GPUS of this machine's GPUs (default: all),
+# with its cost computed from that speed.
+train_here() {
+    local status=0
+    GPUS=${GPUS:-$(gpus_here)}
+    [[ $GPUS =~ ^[1-9][0-9]*$ ]] || fail "GPUS=$GPUS: no GPU found here; set GPUS"
+    [ "$GPUS" = 1 ] || command -v mpirun >/dev/null ||
+        fail "$GPUS GPUs need mpirun (apt-get install openmpi-bin), or set GPUS=1"
+    check_settings
+    trainer_command
+    say_cost "$@"
+    train_until_done start_here || status=$?
+    exit $status
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# GPT-2 350M, 10 billion tokens of FineWeb, on the GPUs of one machine.
+# Ends when the last step's checkpoint is there; started again, it goes on from the newest one.
+# Every setting can come from the environment: GPUS=4 OUTPUT=/big/disk/run scripts/run_gpt2_350M.sh
+#
+# Cost, computed from measured speed: 12.9 hours x GPUs on H200
+# (215,586 tokens/s on one H200, 2026-11-29, dev/bench/results).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+: "${MODEL:=d24}"             # as -e takes it: random weights of this size
+: "${TRAIN_DATA:=dev/data/fineweb10B/fineweb_train_*.bin}"  # dev/data/fineweb.py makes it
+: "${VAL_DATA:=dev/data/fineweb10B/fineweb_val_*.bin}"  # likewise
+: "${OUTPUT:=log_gpt2_350M}"  # folder for logs and checkpoints
+: "${BATCH:=32}"              # sequences a GPU takes at a time (30 GiB on one GPU)
+: "${SEQ_LEN:=1024}"          # tokens in a sequence
+: "${TOTAL_BATCH:=524288}"    # tokens in a step over all GPUs
+: "${STEPS:=19073}"           # 10 billion tokens
+: "${LEARNING_RATE:=3e-4}"    # GPT-3 paper, table 2.1, "Medium"
+: "${WARMUP:=700}"            # steps
+: "${CHECKPOINT_EVERY:=500}"  # steps: 20 minutes on one H200
+
+# shellcheck source=scripts/lib.sh
+source scripts/lib.sh
+train_here 215586 "measured on one H200, 2026-11-29"  # tokens/s

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# GPT-3 125M, 300 billion tokens of FineWeb, on the GPUs of one machine.
+# Ends when the last step's checkpoint is there; started again, it goes on from the newest one.
+# Every setting can come from the environment: GPUS=4 OUTPUT=/big/disk/run scripts/run_gpt3_125M.sh
+#
+# Cost, computed from measured speed: 149.5 hours x GPUs on H200; 5.0
+# for 10 billion tokens (STEPS=19073). T = 2048 was not measured itself: 557,477 tokens/s are the
+# flops a second of GPT-2 124M, measured at 596,996 tokens/s on one H200, 2026-11-29
+# (dev/bench/results).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+: "${MODEL:=gpt3:c768}"        # as -e takes it: random weights of this size
+: "${TRAIN_DATA:=dev/data/fineweb100B/fineweb_train_*.bin}"  # dev/data/fineweb.py --sample 100BT
+: "${VAL_DATA:=dev/data/fineweb100B/fineweb_val_*.bin}"  # likewise
+: "${OUTPUT:=log_gpt3_125M}"   # folder for logs and checkpoints
+: "${BATCH:=32}"               # sequences a GPU takes at a time (25 GiB on one GPU)
+: "${SEQ_LEN:=2048}"           # tokens in a sequence
+: "${TOTAL_BATCH:=524288}"     # tokens in a step over all GPUs
+: "${STEPS:=572204}"           # 300 billion tokens
+: "${LEARNING_RATE:=6e-4}"     # GPT-3 paper, table 2.1, "Small"
+: "${WARMUP:=715}"             # steps: 375 million tokens, appendix B
+: "${FINAL_LR_FRACTION:=0.1}"  # appendix B, there after 260 billion tokens
+: "${CHECKPOINT_EVERY:=1000}"  # steps: 16 minutes on one H200
+
+# shellcheck source=scripts/lib.sh
+source scripts/lib.sh
+train_here 557477 "computed from GPT-2 124M's flops a second on one H200, 2026-11-29"  # tokens/s
