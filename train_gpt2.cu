@@ -86,15 +86,14 @@ void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
         a = at_layer(*model, l, rows);
         matmul_forward(a.qkv, a.ln1, w.at(Param::qkvw, l), w.at(Param::qkvb, l), rows, C, 3 * C,
                        stream);
-        attention_forward(a.atty, a.att_lse, a.qkv, B, T, C, NH, stream);
+        attention_forward(a.atty, a.att_lse, a.qkv, acts.scratch, B, T, C, NH, stream);
         matmul_forward(acts.projection, a.atty, w.at(Param::attprojw, l), w.at(Param::attprojb, l),
                        rows, C, C, stream);
         fused_residual_layernorm_forward(
             a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual_into(*model, l, rows),
             acts.projection, w.at(Param::ln2w, l), w.at(Param::ln2b, l), rows, C, stream);
-        matmul_forward(a.fch, a.ln2, w.at(Param::fcw, l), w.at(Param::fcb, l), rows, C, 4 * C,
-                       stream);
-        gelu_forward(a.fch_gelu, a.fch, static_cast<size_t>(rows) * 4 * C, stream);
+        matmul_gelu_forward(a.fch_gelu, a.fch, a.ln2, w.at(Param::fcw, l), w.at(Param::fcb, l),
+                            rows, C, 4 * C, model->gelu_fusion >= 1, stream);
         matmul_forward(acts.projection, a.fch_gelu, w.at(Param::fcprojw, l),
                        w.at(Param::fcprojb, l), rows, 4 * C, C, stream);
         wait_for_weights(*model, l + 2);  // of the next layer, or the final LayerNorm
@@ -213,13 +212,14 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     cudaStream_t stream = model->main_stream;
     const Activations a = at_layer(*model, l, rows);
     floatX* dfch = a.logits;
-    const size_t hidden = static_cast<size_t>(rows) * 4 * C;
 
-    if (model->recompute >= 1) gelu_forward(a.fch_gelu, a.fch, hidden, stream);
+    if (model->recompute >= 1) {
+        gelu_forward(a.fch_gelu, a.fch, static_cast<size_t>(rows) * 4 * C, stream);
+    }
     matmul_backward_weight(g.at(Param::fcprojw, l), g.at(Param::fcprojb, l), a.dresidual,
                            a.fch_gelu, a.scratch, rows, 4 * C, C, accumulate, stream);
-    matmul_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), rows, 4 * C, C, stream);
-    gelu_backward(dfch, dfch, a.fch, hidden, stream);
+    matmul_gelu_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), a.fch, rows, 4 * C, C,
+                               model->gelu_fusion >= 2, stream);
     if (model->recompute >= 2) {
         layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.at(Param::ln2w, l),
                           w.at(Param::ln2b, l), rows, C, stream);
@@ -442,7 +442,7 @@ std::vector<int> generate(Run& run, int step) {
     std::vector<float> logits(row.size());
     for (int i = 0; i < run.options.sample_tokens && !stop_requested(); ++i) {
         const int used = std::min<int>(static_cast<int>(tokens.size()), T);
-        const int padded = std::min((used + 31) / 32 * 32, T);
+        const int padded = padded_sample_length(used, T);
         const MicroBatch batch = run.batch_upload.put(model->main_stream, [&](int* in, int*) {
             std::fill_n(in, padded, 0);
             std::copy(tokens.end() - used, tokens.end(), in);

@@ -805,15 +805,27 @@ inline const char* attention_backend(int head_size) {
     return "own";
 }
 
+// Our own kernels need none.
+inline size_t attention_forward_scratch_bytes(int B, int T, int C, int NH) {
+#ifdef LLMC_CUDNN
+    if (attention_detail::cudnn_takes(T, C / NH)) {
+        return cudnn_attention_forward_workspace_bytes(B, T, NH, C / NH);
+    }
+#endif
+    (void)B, (void)T, (void)C, (void)NH;
+    return 0;
+}
+
 // out (B,T,C), lse (B,NH,T), qkv (B,T,3C); see launchers.h. Products and sums in fp32, probabilities
 // rounded to floatX as factors of the second product, one rounding of the result.
-inline void attention_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int C,
-                              int NH, cudaStream_t stream) {
+inline void attention_forward(floatX* out, float* lse, const floatX* qkv, void* scratch, int B,
+                              int T, int C, int NH, cudaStream_t stream) {
+    (void)scratch;
 #ifdef LLMC_CUDNN
     const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
     if constexpr (std::is_same_v<floatX, bf16>) {
         if (attention_detail::cudnn_takes(T, shape.HS)) {
-            return cudnn_attention_forward(out, lse, qkv, B, T, NH, shape.HS, stream);
+            return cudnn_attention_forward(out, lse, qkv, scratch, B, T, NH, shape.HS, stream);
         }
     }
 #endif
@@ -823,7 +835,7 @@ inline void attention_forward(floatX* out, float* lse, const floatX* qkv, int B,
 inline size_t attention_backward_scratch_bytes(int B, int T, int C, int NH) {
 #ifdef LLMC_CUDNN
     if (attention_detail::cudnn_takes(T, C / NH)) {
-        return cudnn_attention_workspace_bytes(B, T, NH, C / NH);
+        return cudnn_attention_backward_workspace_bytes(B, T, NH, C / NH);
     }
 #endif
     return own_attention_backward_scratch_bytes(B, T, C, NH);

@@ -49,8 +49,6 @@ enum class Pass { kForward, kBackward };
 struct Plan {
     fe::graph::Graph graph;
     size_t workspace_bytes = 0;
-    // Of the forward pass, which is not handed any; two streams may run it at once.
-    std::map<cudaStream_t, DeviceBuffer<unsigned char>> workspaces;
 };
 
 // The front-end's graphs, and cuDNN's handle. Never destroyed: when the program ends, the driver may
@@ -218,28 +216,26 @@ const char* cudnn_name() {
     return name.c_str();
 }
 
-size_t cudnn_attention_workspace_bytes(int B, int T, int NH, int HS) {
-    const Shape shape{B, T, NH, HS};
-    find_plan(Pass::kForward, shape);
-    return find_plan(Pass::kBackward, shape).workspace_bytes;
+size_t cudnn_attention_forward_workspace_bytes(int B, int T, int NH, int HS) {
+    return find_plan(Pass::kForward, {B, T, NH, HS}).workspace_bytes;
 }
 
-void cudnn_attention_forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS,
-                             cudaStream_t stream) {
+size_t cudnn_attention_backward_workspace_bytes(int B, int T, int NH, int HS) {
+    return find_plan(Pass::kBackward, {B, T, NH, HS}).workspace_bytes;
+}
+
+void cudnn_attention_forward(bf16* out, float* lse, const bf16* qkv, void* workspace, int B, int T,
+                             int NH, int HS, cudaStream_t stream) {
     const Shape shape{B, T, NH, HS};
     const int64_t C = shape.NH * shape.HS;
     Plan& plan = find_plan(Pass::kForward, shape);
-    DeviceBuffer<unsigned char>& workspace = plan.workspaces[stream];
-    if (workspace.count() < plan.workspace_bytes) {
-        workspace = DeviceBuffer<unsigned char>(plan.workspace_bytes);
-    }
     execute(plan, Pass::kForward, shape,
             {{kQ, address(qkv)},
              {kK, address(qkv + C)},
              {kV, address(qkv + 2 * C)},
              {kOut, out},
              {kLse, lse}},
-            workspace.get(), stream);
+            workspace, stream);
 }
 
 void cudnn_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out,

@@ -14,17 +14,19 @@ namespace llmc {
 // The version of the library that was opened: "cuDNN 9.14".
 const char* cudnn_name();
 
-// Builds what this shape needs, both passes, and says how many bytes of device memory the backward
-// pass must be given. A function of the shape, the GPU and the library; it does not grow later. On
-// Hopper and older the deterministic backward pass may take as much as a (B,NH,T,T) tensor in bf16.
-size_t cudnn_attention_workspace_bytes(int B, int T, int NH, int HS);
+// Builds what a pass of this shape needs, and says how many bytes of device memory it must be given.
+// A function of the shape, the GPU and the library; it does not grow later. On Hopper and older the
+// deterministic backward pass may take as much as a (B,NH,T,T) tensor in bf16.
+size_t cudnn_attention_forward_workspace_bytes(int B, int T, int NH, int HS);
+size_t cudnn_attention_backward_workspace_bytes(int B, int T, int NH, int HS);
 
 // Shapes and layouts as in launchers.h, HS = C / NH. lse is what cuDNN calls the softmax's
 // statistics, largest + ln(sum of exp(score - largest)), hence the same number as our own.
-void cudnn_attention_forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int NH, int HS,
-                             cudaStream_t stream);
+// `workspace` has as many bytes as the pass asks for.
+void cudnn_attention_forward(bf16* out, float* lse, const bf16* qkv, void* workspace, int B, int T,
+                             int NH, int HS, cudaStream_t stream);
 
-// Deterministic. `workspace` holds cudnn_attention_workspace_bytes(B, T, NH, HS) bytes.
+// Deterministic.
 void cudnn_attention_backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out,
                               const float* lse, void* workspace, int B, int T, int NH, int HS,
                               cudaStream_t stream);

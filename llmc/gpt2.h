@@ -73,6 +73,8 @@ struct GPT2 {
     int batch = 0;             // B, the largest that the activations hold
     int sequence = 0;          // T, likewise
     int recompute = 1;
+    int gelu_fusion = 0;     // 1: GELU in its forward product, 2: in the backward one, too
+    int longest_sample = 0;  // tokens that forward passes of B = 1 see at most
     bool use_master = true;
     ReductionPlan plan;
     // As the backward pass finishes them: final LayerNorm, layers L-1 ... 0, embeddings.

@@ -46,7 +46,10 @@ inline StateHeader make_state_header(const GPT2& model, const Options& options, 
     header.weight_bytes = sizeof(floatX);
     header.gradient_bytes = sizeof(gradX);
     header.has_master = model.use_master;
-    const std::string text = numeric_options_text(options);
+    std::string text = numeric_options_text(options);
+    // What -ge has come to; -r changes no bits unless GELU is in a product.
+    text += format("-ge %d ", model.gelu_fusion);
+    if (model.gelu_fusion > 0) text += format("-r %d ", model.recompute);
     std::memcpy(header.options, text.data(), std::min(text.size(), sizeof(header.options) - 1));
     return header;
 }

@@ -15,6 +15,7 @@
 #include "llmc/launchers.h"
 #include "llmc/model_file.h"
 #include "llmc/rng.h"
+#include "llmc/sampler.h"
 #include "llmc/step_state_init.h"
 
 namespace llmc {
@@ -106,15 +107,20 @@ inline void plan_activations(GPT2* model) {
 // The largest scratch that a launcher asks for at this model's shapes.
 inline size_t scratch_bytes(const GPT2& model) {
     const int B = model.batch, T = model.sequence, C = model.config.channels;
-    const int rows = B * T;
-    return std::max({encoder_backward_scratch_bytes(B, T, C),
+    const int NH = model.config.num_heads, rows = B * T;
+    size_t forward = attention_forward_scratch_bytes(B, T, C, NH);
+    for (int used = 1; used <= std::min(model.longest_sample, T); used += kSampleStep) {
+        const int padded = padded_sample_length(used, T);
+        forward = std::max(forward, attention_forward_scratch_bytes(1, padded, C, NH));
+    }
+    return std::max({forward, encoder_backward_scratch_bytes(B, T, C),
                      layernorm_backward_scratch_bytes(rows, C),
                      matmul_backward_weight_scratch_bytes(rows, C, model.config.padded_vocab_size),
                      matmul_backward_weight_scratch_bytes(rows, C, 4 * C),
                      matmul_backward_weight_scratch_bytes(rows, 4 * C, C),
                      matmul_backward_weight_scratch_bytes(rows, C, 3 * C),
                      matmul_backward_weight_scratch_bytes(rows, C, C),
-                     attention_backward_scratch_bytes(B, T, C, model.config.num_heads),
+                     attention_backward_scratch_bytes(B, T, C, NH),
                      global_norm_chunks_scratch_bytes(model.num_chunks, model.max_chunk)});
 }
 
@@ -207,9 +213,11 @@ inline void gpt2_plan_exchange([[maybe_unused]] GPT2* model,
         }
     }
     GradientExchange& exchange = *multi_gpu.exchange;
-    exchange.half_elements = exchange_half_elements(lists, multi_gpu.num_processes);
+    plan_exchange_buffers(&exchange, lists, multi_gpu.num_processes);
     model->memory.add("gradients", "pieces of other ranks", &exchange.received,
                       2 * exchange.half_elements);
+    model->memory.add("gradients", "small pieces to send", &exchange.staging,
+                      2 * exchange.staging_half_elements);
 #endif
 }
 
@@ -339,6 +347,7 @@ inline void gpt2_spread_junk(GPT2* model, const MultiGpuConfig& multi_gpu) {
 #ifdef MULTI_GPU
     if (multi_gpu.exchange != nullptr) {
         junk(multi_gpu.exchange->received, 2 * multi_gpu.exchange->half_elements);
+        junk(multi_gpu.exchange->staging, 2 * multi_gpu.exchange->staging_half_elements);
     }
 #endif
     (void)multi_gpu;

@@ -46,15 +46,28 @@
 //       Products and sums in fp32, one rounding to nearest even; with `accumulate` the old gradient
 //       enters the sum before that rounding. Only dweight, with `accumulate` on the GPU, may be
 //       round(old + round(product)), both to G and nearest even: the library decides by shape.
+//   matmul_gelu_forward(out (rows,OC), pre (rows,OC), inp (rows,C), weight (OC,C), bias or null,
+//                       rows, C, OC, fuse, stream)
+//       pre as matmul_forward's out, out = gelu(pre).
+//   matmul_gelu_backward_input(dinp (rows,C), dout (rows,OC), weight (OC,C), pre (rows,C),
+//                              rows, C, OC, fuse, stream)
+//       dinp as matmul_backward_input's, times gelu'(pre).
+//       `fuse` asks for one product that does both, where the GPU's library has it: GELU and gelu'
+//       then meet the product before it is rounded. Without, and on the CPU, they meet the rounded
+//       one.
+//   matmul_gelu_fusion(asked, rows, C, OC)
+//       Not a launch: the level of -ge, 0 to 2, that `asked` comes to for an MLP of OC hidden channels.
 //   matmul_allow_tf32(allow), matmul_plan_workspace(memory), matmul_forget_workspace()
 //       Not launches: what the library behind the products may do, and the memory it works in. They
 //       do nothing on the CPU.
 //
 // attention (causal, scale 1/sqrt(HS); qkv holds q, k, v of all heads in this order: (B,T,3,NH,HS))
-//   attention_forward(out (B,T,C), lse (B,NH,T), qkv (B,T,3C), B, T, C, NH, stream)
+//   attention_forward(out (B,T,C), lse (B,NH,T), qkv (B,T,3C), scratch, B, T, C, NH, stream)
 //       lse = log of the sum of exp of a row's scaled scores: what the backward pass needs instead
 //       of the (T,T) matrix, which never exists (Dao et al. 2022, section 3.1 and appendix B).
 //   attention_backward(dqkv (B,T,3C), dout (B,T,C), qkv, out, lse, scratch, B, T, C, NH, stream)
+//   attention_backend(head_size)
+//       Not a launch: whose kernels these two are, "cuDNN 9.14" or "own".
 //
 // gelu (the tanh form, Hendrycks and Gimpel 2016, section 2)
 //   gelu_forward(out, inp, count, stream)

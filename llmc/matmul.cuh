@@ -4,7 +4,10 @@
 //   input     dinp (rows,C)  = dout (rows,OC) weight                    2 rows C OC flops
 //   weight    dweight (OC,C) = dout^T inp, dbias (OC) = sum of rows     2 rows C OC flops
 //
-// The products are bound by the tensor cores' rate, the bias gradient by reading dout once.
+// The products are bound by the tensor cores' rate, the bias gradient by reading dout once. GELU
+// behind the first product of an MLP, and its derivative behind the product that comes back to it,
+// can be computed by the product itself while the sums are still in registers: GELU's input is then
+// written once and not read again.
 //
 // cuBLASLt's matrices are stored by columns, and a matrix stored by rows is its transpose stored by
 // columns. So each product is asked for transposed, with the factors the other way round: its m
@@ -29,6 +32,7 @@
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_common.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/gelu.cuh"
 #include "llmc/memory_plan.h"
 #include "llmc/precision.h"
 
@@ -125,18 +129,26 @@ constexpr cudaDataType_t data_type() {
     return sizeof(T) == 4 ? CUDA_R_32F : CUDA_R_16BF;
 }
 
+// What becomes of a product's sums before they are stored.
+enum class Epilogue {
+    kNone,
+    kGelu,          // stored as they are, too
+    kGeluGradient,  // times gelu' of stored values
+};
+
 // Everything that a product's descriptors and algorithm depend on; m, n and k as cuBLASLt has them.
 struct ProductKey {
     int m, n, k;
     bool transpose_a, transpose_b;
     bool bias, accumulate;
+    Epilogue epilogue;
     bool wide_result;  // fp32, whatever the factors are
     bool tf32;
     bool aligned;  // every pointer is a multiple of 16 bytes
 
     auto tie() const {
-        return std::tie(m, n, k, transpose_a, transpose_b, bias, accumulate, wide_result, tf32,
-                        aligned);
+        return std::tie(m, n, k, transpose_a, transpose_b, bias, accumulate, epilogue, wide_result,
+                        tf32, aligned);
     }
     bool operator<(const ProductKey& other) const { return tie() < other.tie(); }
 };
@@ -145,6 +157,7 @@ struct Product {
     cublasLtMatmulDesc_t desc = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
     cublasLtMatmulAlgo_t algo{};
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;  // else the library has no algorithm
 };
 
 // What lasts from product to product. The workspace serves one stream at a time.
@@ -192,16 +205,22 @@ inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* produ
         cublasLtMatmulAlgoGetHeuristic(lt.handle, product->desc, product->a, product->b, product->d,
                                        product->d, preference, 1, &found, &count);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
-    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
-        throw Error(format("cuBLASLt %zu has no algorithm for m %d, n %d, k %d in %s (%s)",
-                           cublasLtGetVersion(), key.m, key.n, key.k, kPrecisionName,
-                           cublasLtGetStatusString(status)));
-    }
+    const bool none = status == CUBLAS_STATUS_SUCCESS && count == 0;
+    product->status = none ? CUBLAS_STATUS_NOT_SUPPORTED : status;
     product->algo = found.algo;
 }
 
-// `bias` is any pointer that is aligned like those to come: the heuristic looks at it.
-inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bias) {
+inline cublasLtEpilogue_t library_epilogue(const ProductKey& key) {
+    if (key.epilogue == Epilogue::kGeluGradient) return CUBLASLT_EPILOGUE_DGELU;
+    if (key.epilogue == Epilogue::kGelu) {
+        return key.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    }
+    return key.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+// `bias` and `aux` are any pointers that are aligned like those to come: the heuristic looks at them.
+inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bias,
+                            const void* aux) {
     Product product;
     const cublasComputeType_t compute =
         key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -209,10 +228,14 @@ inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bia
     const cublasOperation_t transpose = CUBLAS_OP_T, plain = CUBLAS_OP_N;
     set_attribute(product.desc, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? transpose : plain);
     set_attribute(product.desc, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? transpose : plain);
+    set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(key));
     if (key.bias) {
-        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
         set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type<floatX>());
         set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    if (key.epilogue != Epilogue::kNone) {
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t{key.m});
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
     }
     // A matrix of `rows` by `columns` as cuBLASLt has them, without gaps.
     const auto layout = [](cudaDataType_t type, int rows, int columns) {
@@ -228,12 +251,42 @@ inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bia
     return product;
 }
 
-// d (m,n) = op(a) op(b) + bias (m), or d += op(a) op(b), as cuBLASLt has them. bias may be null.
-template <class D>
-void multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, ProductKey key,
-              cudaStream_t stream) {
-    CublasLt& lt = cublaslt();
+// The product of this key, made when it is first asked for.
+inline const Product& find_product(CublasLt& lt, const ProductKey& key, const void* bias,
+                                   const void* aux) {
     if (lt.handle == nullptr) cublas_check(cublasLtCreate(&lt.handle));
+    auto place = lt.products.find(key);
+    if (place == lt.products.end()) {
+        place = lt.products.emplace(key, make_product(lt, key, bias, aux)).first;
+    }
+    return place->second;
+}
+
+// What follows from the types, the pointers and -f.
+template <class D>
+ProductKey complete(ProductKey key, bool bias, bool aligned) {
+    key.bias = bias;
+    key.wide_result = sizeof(D) == sizeof(float);
+    key.tf32 = sizeof(floatX) == sizeof(float) && cublaslt().tf32;
+    key.aligned = aligned;
+    return key;
+}
+
+// d (m,n) = op(a) op(b) + bias (m), or d += op(a) op(b), as cuBLASLt has them, then key.epilogue,
+// which writes or reads aux (m,n). bias may be null. Returns false, and nothing is done, when the
+// library has no algorithm with this epilogue.
+template <class D>
+bool multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, ProductKey key,
+              cudaStream_t stream, const floatX* aux = nullptr) {
+    CublasLt& lt = cublaslt();
+    key = complete<D>(key, bias != nullptr, all_aligned(16, d, a, b, bias, aux));
+    const Product& product = find_product(lt, key, bias, aux);
+    if (product.status != CUBLAS_STATUS_SUCCESS) {
+        if (key.epilogue != Epilogue::kNone) return false;
+        throw Error(format("cuBLASLt %zu has no algorithm for m %d, n %d, k %d in %s (%s)",
+                           cublasLtGetVersion(), key.m, key.n, key.k, kPrecisionName,
+                           cublasLtGetStatusString(product.status)));
+    }
     unsigned char* workspace = lt.workspace;
     if (workspace == nullptr) {
         if (lt.own_workspace.get() == nullptr) {
@@ -241,20 +294,48 @@ void multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, Produc
         }
         workspace = lt.own_workspace.get();
     }
-    key.bias = bias != nullptr;
-    key.wide_result = sizeof(D) == sizeof(float);
-    key.tf32 = sizeof(floatX) == sizeof(float) && lt.tf32;
-    key.aligned = all_aligned(16, d, a, b, bias);
-    auto place = lt.products.find(key);
-    if (place == lt.products.end()) {
-        place = lt.products.emplace(key, make_product(lt, key, bias)).first;
-    }
-    const Product& product = place->second;
     if (key.bias) set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    if (key.epilogue != Epilogue::kNone) {
+        set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
+    }
     const float alpha = 1.0f, beta = key.accumulate ? 1.0f : 0.0f;
     cublas_check(cublasLtMatmul(lt.handle, product.desc, &alpha, a, product.a, b, product.b, &beta,
                                 d, product.d, d, product.d, &product.algo, workspace,
                                 CublasLt::kWorkspaceBytes, stream));
+    return true;
+}
+
+inline ProductKey forward_key(int rows, int C, int OC) {
+    ProductKey key{};
+    key.m = OC;
+    key.n = rows;
+    key.k = C;
+    key.transpose_a = true;
+    return key;
+}
+inline ProductKey input_key(int rows, int C, int OC) {
+    ProductKey key{};
+    key.m = C;
+    key.n = rows;
+    key.k = OC;
+    return key;
+}
+
+// cuBLASLt's GELU wants the rows of what it stores or reads in multiples of 8. Where not all is a
+// multiple of 16 bytes, its kernels are not trusted: see matmul_forward.
+inline bool gelu_fits(int C, int OC) {
+    return C % 8 == 0 && OC % 8 == 0;
+}
+
+// Whether the library has the product with this epilogue, for aligned memory.
+inline bool has_product(ProductKey key, Epilogue epilogue) {
+    const bool bias = epilogue == Epilogue::kGelu;
+    key.epilogue = epilogue;
+    if (!gelu_fits(key.m, key.k)) return false;
+    const void* anywhere = reinterpret_cast<const void*>(uintptr_t{256});  // never read
+    return find_product(cublaslt(), complete<floatX>(key, bias, true), bias ? anywhere : nullptr,
+                        anywhere)
+               .status == CUBLAS_STATUS_SUCCESS;
 }
 
 }  // namespace matmul_detail
@@ -282,11 +363,7 @@ inline void matmul_forget_workspace() {
 inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
                            int rows, int C, int OC, cudaStream_t stream) {
     cpu::require_positive("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
-    matmul_detail::ProductKey key{};
-    key.m = OC;
-    key.n = rows;
-    key.k = C;
-    key.transpose_a = true;
+    matmul_detail::ProductKey key = matmul_detail::forward_key(rows, C, OC);
     // cuBLASLt adds a bias in passing where everything is a multiple of 16 bytes. Elsewhere its
     // heuristic may name kernels that fault on the bias, so the bias is there before the product.
     constexpr int kWidth = Packed128<floatX>::kSize;
@@ -308,12 +385,59 @@ inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 inline void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int rows,
                                   int C, int OC, cudaStream_t stream) {
     cpu::require_positive("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
-    matmul_detail::ProductKey key{};
-    key.m = C;
-    key.n = rows;
-    key.k = OC;
     const floatX* no_bias = nullptr;
-    matmul_detail::multiply(dinp, weight, dout, no_bias, key, stream);
+    matmul_detail::multiply(dinp, weight, dout, no_bias, matmul_detail::input_key(rows, C, OC),
+                            stream);
+}
+
+// The level of GELU fusion that -ge `asked` comes to for an MLP of `rows` positions, C channels and
+// OC hidden ones: 1 forward, 2 backward as well, as far as the library has such products; -1 is what
+// is fastest on this GPU. A function of the arguments, the precision, the GPU and the library.
+inline int matmul_gelu_fusion(int asked, int rows, int C, int OC) {
+    using namespace matmul_detail;
+    cpu::require_positive("matmul_gelu_fusion", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    if (asked < 0) {
+        const int generation = device_attribute(cudaDevAttrComputeCapabilityMajor);
+        asked = sizeof(floatX) == 2 && generation >= 9 ? 1 : 0;
+    }
+    if (asked < 1 || !has_product(forward_key(rows, C, OC), Epilogue::kGelu)) return 0;
+    if (asked < 2 || !has_product(input_key(rows, OC, C), Epilogue::kGeluGradient)) return 1;
+    return 2;
+}
+
+// pre (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null; out (rows,OC) =
+// gelu(pre). With `fuse` in one product where the library has it: GELU then sees the sum before it
+// is rounded to pre. Else by matmul_forward and gelu_forward.
+inline void matmul_gelu_forward(floatX* out, floatX* pre, const floatX* inp, const floatX* weight,
+                                const floatX* bias, int rows, int C, int OC, bool fuse,
+                                cudaStream_t stream) {
+    using namespace matmul_detail;
+    cpu::require_positive("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    if (fuse && gelu_fits(C, OC) && all_aligned(16, out, pre, inp, weight, bias)) {
+        ProductKey key = forward_key(rows, C, OC);
+        key.epilogue = Epilogue::kGelu;
+        if (multiply(out, weight, inp, bias, key, stream, pre)) return;
+    }
+    matmul_forward(pre, inp, weight, bias, rows, C, OC, stream);
+    gelu_forward(out, pre, static_cast<size_t>(rows) * OC, stream);
+}
+
+// dinp (rows,C) = gelu'(pre) * (dout (rows,OC) * weight (OC,C)), overwriting. With `fuse` in one
+// product where the library has it: the product is then not rounded before it meets gelu'. Else by
+// matmul_backward_input and gelu_backward.
+inline void matmul_gelu_backward_input(floatX* dinp, const floatX* dout, const floatX* weight,
+                                       const floatX* pre, int rows, int C, int OC, bool fuse,
+                                       cudaStream_t stream) {
+    using namespace matmul_detail;
+    cpu::require_positive("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    if (fuse && gelu_fits(C, OC) && all_aligned(16, dinp, dout, weight, pre)) {
+        ProductKey key = input_key(rows, C, OC);
+        key.epilogue = Epilogue::kGeluGradient;
+        const floatX* no_bias = nullptr;
+        if (multiply(dinp, weight, dout, no_bias, key, stream, pre)) return;
+    }
+    matmul_backward_input(dinp, dout, weight, rows, C, OC, stream);
+    gelu_backward(dinp, dinp, pre, static_cast<size_t>(rows) * C, stream);
 }
 
 inline size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {

@@ -229,11 +229,12 @@ inline std::vector<Flag> numerics_flags() {
         on_off("-f", "tf32", &O::tf32, "1", "1: TF32 in fp32 matrix products"),
         on_off("-w", "master_weights", &O::master_weights, "1", "1: fp32 master weights"),
         whole("-ge", "gelu_fusion", &O::gelu_fusion, "-1", -1, 2,
-              "GELU inside the matrix product; 0: no, 1: forward, 2: forward and backward, "
-              "-1: by GPU. This version never does so, and says so for 1 and 2"),
+              "GELU inside the matrix product, on a GPU; 0: no, 1: forward, 2: forward and "
+              "backward, as far as cuBLASLt has such products; -1: 1 in BF16 from compute "
+              "capability 9.0 on, else 0. Above 0, -r changes bits"),
         whole("-r", "recompute", &O::recompute, "1", 0, 2,
               "recompute in the backward pass to save memory; 0: nothing, 1: GELU, "
-              "2: GELU and LayerNorm"),
+              "2: GELU and LayerNorm. The bits are the same unless -ge is above 0"),
     };
 }
 

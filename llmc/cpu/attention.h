@@ -148,9 +148,10 @@ void backward_head(X* dqkv, const X* dout, const X* qkv, const X* out, const acc
 // out (B,T,C), lse (B,NH,T), qkv (B,T,3C); see launchers.h. Computed in fp32 (double for double),
 // one rounding to X.
 template <class X>
-void attention_forward(X* out, accum_t<X>* lse, const X* qkv, int B, int T, int C, int NH,
-                       cudaStream_t stream) {
+void attention_forward(X* out, accum_t<X>* lse, const X* qkv, void* scratch, int B, int T, int C,
+                       int NH, cudaStream_t stream) {
     const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
+    (void)scratch;
     enqueue(stream, [=] {
         parallel_for(shape.B * shape.NH, 1, [&](size_t head, size_t) {
             attention_detail::forward_head(out, lse, qkv, shape, head);
@@ -158,9 +159,17 @@ void attention_forward(X* out, accum_t<X>* lse, const X* qkv, int B, int T, int 
     });
 }
 
-// The twin needs no scratch memory.
+// The twins need no scratch memory.
+inline size_t attention_forward_scratch_bytes(int, int, int, int) {
+    return 0;
+}
 inline size_t attention_backward_scratch_bytes(int, int, int, int) {
     return 0;
+}
+
+// Whose kernels compute attention: these, for every head size.
+inline const char* attention_backend(int) {
+    return "own";
 }
 
 // dqkv (B,T,3C), overwriting, from dout (B,T,C) and what the forward pass read and wrote.

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "llmc/cpu/blas.h"
+#include "llmc/cpu/gelu.h"
 #include "llmc/cpu/parallel.h"
 #include "llmc/cpu/shapes.h"
 #include "llmc/memory_plan.h"
@@ -202,6 +203,34 @@ void matmul_backward_input(T* dinp, const T* dout, const T* weight, int rows, in
                                MatrixView<T>{weight, columns}, static_cast<const T*>(nullptr),
                                false);
     });
+}
+
+// The twins compute GELU apart from the product, whatever `fuse` says.
+inline int matmul_gelu_fusion(int, int, int, int) {
+    return 0;
+}
+
+// pre (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null; out (rows,OC) =
+// gelu(pre), of the rounded values.
+template <class T>
+void matmul_gelu_forward(T* out, T* pre, const T* inp, const T* weight,
+                         const std::common_type_t<T>* bias, int rows, int C, int OC, bool fuse,
+                         cudaStream_t stream) {
+    require_positive("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    (void)fuse;
+    matmul_forward(pre, inp, weight, bias, rows, C, OC, stream);
+    gelu_forward(out, pre, static_cast<size_t>(rows) * OC, stream);
+}
+
+// dinp (rows,C) = gelu'(pre) * (dout (rows,OC) * weight (OC,C)), overwriting. The product is rounded
+// before it meets gelu'.
+template <class T>
+void matmul_gelu_backward_input(T* dinp, const T* dout, const T* weight, const T* pre, int rows,
+                                int C, int OC, bool fuse, cudaStream_t stream) {
+    require_positive("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    (void)fuse;
+    matmul_backward_input(dinp, dout, weight, rows, C, OC, stream);
+    gelu_backward(dinp, dinp, pre, static_cast<size_t>(rows) * C, stream);
 }
 
 // The twin needs no scratch memory.

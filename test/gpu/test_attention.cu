@@ -47,8 +47,8 @@ const Shape kShapes[] = {
 // Whose kernels a test runs.
 struct Backend {
     std::string name;
-    std::function<size_t(const Shape&)> scratch_bytes;
-    std::function<void(floatX*, float*, const floatX*, const Shape&)> forward;
+    std::function<size_t(const Shape&)> forward_bytes, backward_bytes;  // of scratch
+    std::function<void(floatX*, float*, const floatX*, void*, const Shape&)> forward;
     std::function<void(floatX*, const floatX*, const floatX*, const floatX*, const float*, void*,
                        const Shape&)>
         backward;
@@ -56,9 +56,9 @@ struct Backend {
 
 Backend own_backend() {
     return {
-        "own",
+        "own", [](const Shape&) { return size_t{0}; },
         [](const Shape& s) { return own_attention_backward_scratch_bytes(s.B, s.T, s.C, s.NH); },
-        [](floatX* out, float* lse, const floatX* qkv, const Shape& s) {
+        [](floatX* out, float* lse, const floatX* qkv, void*, const Shape& s) {
             own_attention_forward(out, lse, qkv, s.B, s.T, s.C, s.NH, nullptr);
         },
         [](floatX* dqkv, const floatX* dout, const floatX* qkv, const floatX* out, const float* lse,
@@ -71,9 +71,10 @@ Backend own_backend() {
 // What train_gpt2.cu calls.
 Backend launchers(const Shape& shape) {
     return {attention_backend(shape.HS()),
+            [](const Shape& s) { return attention_forward_scratch_bytes(s.B, s.T, s.C, s.NH); },
             [](const Shape& s) { return attention_backward_scratch_bytes(s.B, s.T, s.C, s.NH); },
-            [](floatX* out, float* lse, const floatX* qkv, const Shape& s) {
-                attention_forward(out, lse, qkv, s.B, s.T, s.C, s.NH, nullptr);
+            [](floatX* out, float* lse, const floatX* qkv, void* scratch, const Shape& s) {
+                attention_forward(out, lse, qkv, scratch, s.B, s.T, s.C, s.NH, nullptr);
             },
             [](floatX* dqkv, const floatX* dout, const floatX* qkv, const floatX* out,
                const float* lse, void* scratch, const Shape& s) {
@@ -111,8 +112,8 @@ Outputs run_twin(const Inputs& in) {
     result.out.resize(in.dout.size());
     result.dqkv.resize(in.qkv.size());
     result.lse.resize(static_cast<size_t>(s.B) * s.NH * s.T);
-    cpu::attention_forward(result.out.data(), result.lse.data(), in.qkv.data(), s.B, s.T, s.C, s.NH,
-                           nullptr);
+    cpu::attention_forward(result.out.data(), result.lse.data(), in.qkv.data(), nullptr, s.B, s.T,
+                           s.C, s.NH, nullptr);
     cpu::attention_backward(result.dqkv.data(), in.dout.data(), in.qkv.data(), result.out.data(),
                             result.lse.data(), nullptr, s.B, s.T, s.C, s.NH, nullptr);
     return result;
@@ -129,14 +130,16 @@ Outputs run_gpu(const Backend& backend, const Inputs& in) {
     const Shape& s = in.shape;
     DeviceGuarded<floatX> qkv(in.qkv), dout(in.dout), out(in.dout.size()), dqkv(in.qkv.size());
     DeviceGuarded<float> lse(static_cast<size_t>(s.B) * s.NH * s.T);
-    DeviceGuarded<unsigned char> scratch(backend.scratch_bytes(s));
-    backend.forward(out.get(), lse.get(), qkv.get(), s);
+    DeviceGuarded<unsigned char> forward_scratch(backend.forward_bytes(s));
+    DeviceGuarded<unsigned char> scratch(backend.backward_bytes(s));
+    backend.forward(out.get(), lse.get(), qkv.get(), forward_scratch.get(), s);
     backend.backward(dqkv.get(), dout.get(), qkv.get(), out.get(), lse.get(), scratch.get(), s);
     qkv.expect_guards_intact("qkv");
     dout.expect_guards_intact("dout");
     out.expect_guards_intact("out");
     lse.expect_guards_intact("lse");
     dqkv.expect_guards_intact("dqkv");
+    forward_scratch.expect_guards_intact("scratch of the forward pass");
     scratch.expect_guards_intact("scratch");
     const Outputs result = {out.download(), dqkv.download(), lse.download()};
     expect_written(result.out, "out");
@@ -204,9 +207,9 @@ TEST(GpuAttention, CudnnAndOwnFollowOneAnother) {
     const Outputs expected = run_gpu(own, in);
     // Either's backward pass reads what the other's forward pass wrote: lse means the same.
     Backend first = cudnn, second = own;
-    first.scratch_bytes = own.scratch_bytes;
+    first.backward_bytes = own.backward_bytes;
     first.backward = own.backward;
-    second.scratch_bytes = cudnn.scratch_bytes;
+    second.backward_bytes = cudnn.backward_bytes;
     second.backward = cudnn.backward;
     for (const Backend& backend : {cudnn, first, second}) {
         expect_near(run_gpu(backend, in), expected, shape, 1e-5);
@@ -261,7 +264,7 @@ TEST(GpuAttention, ScoresWhoseExpOverflowsGiveFiniteResults) {
 TEST(GpuAttention, RefusesShapesThatDoNotFit) {
     const auto message = [](int B, int T, int C, int NH) -> std::string {
         try {
-            attention_forward(nullptr, nullptr, nullptr, B, T, C, NH, nullptr);
+            attention_forward(nullptr, nullptr, nullptr, nullptr, B, T, C, NH, nullptr);
         } catch (const Error& error) {
             return error.what();
         }
@@ -315,10 +318,13 @@ TEST(GpuAttention, SpeedAtFullBatchWithEverySequenceAlike) {
     const double flop = 2.0 * shape.B * shape.NH * shape.T * shape.T * shape.HS();
     for (const Backend& backend : backends(shape)) {
         SCOPED_TRACE(backend.name);
-        DeviceGuarded<unsigned char> scratch(backend.scratch_bytes(shape));
-        print_speed(backend.name, "forward",
-                    time_of([&] { backend.forward(out.get(), lse.get(), qkv.get(), shape); }), flop,
-                    0.341);
+        DeviceGuarded<unsigned char> forward_scratch(backend.forward_bytes(shape));
+        DeviceGuarded<unsigned char> scratch(backend.backward_bytes(shape));
+        print_speed(backend.name, "forward", time_of([&] {
+                        backend.forward(out.get(), lse.get(), qkv.get(), forward_scratch.get(),
+                                        shape);
+                    }),
+                    flop, 0.341);
         print_speed(backend.name, "backward", time_of([&] {
                         backend.backward(dqkv.get(), dout.get(), qkv.get(), out.get(), lse.get(),
                                          scratch.get(), shape);
@@ -336,9 +342,10 @@ TEST(GpuAttention, SpeedAtFullBatchWithEverySequenceAlike) {
         }
         out.expect_guards_intact("out");
         dqkv.expect_guards_intact("dqkv");
+        forward_scratch.expect_guards_intact("scratch of the forward pass");
         scratch.expect_guards_intact("scratch");
-        std::printf("%-10s scratch %.1f MiB\n", backend.name.c_str(),
-                    static_cast<double>(scratch.size()) / (1 << 20));
+        std::printf("%-10s scratch: forward %zu bytes, backward %.1f MiB\n", backend.name.c_str(),
+                    forward_scratch.size(), static_cast<double>(scratch.size()) / (1 << 20));
     }
 }
 

@@ -50,8 +50,8 @@ struct Case {
     void forward() {
         out.poison();
         lse.poison();
-        cpu::attention_forward(out.data(), lse.data(), qkv.data(), shape.B, shape.T, shape.C,
-                               shape.NH, nullptr);
+        cpu::attention_forward(out.data(), lse.data(), qkv.data(), nullptr, shape.B, shape.T,
+                               shape.C, shape.NH, nullptr);
         cuda_check(cudaDeviceSynchronize());
     }
     void backward() {
@@ -324,7 +324,8 @@ TEST(Attention, NotANumberReachesTheOutput) {
 TEST(Attention, RefusesShapesThatDoNotFit) {
     Case<float> c({1, 2, 36, 3});
     const auto forward = [&](int B, int T, int C, int NH) {
-        cpu::attention_forward(c.out.data(), c.lse.data(), c.qkv.data(), B, T, C, NH, nullptr);
+        cpu::attention_forward(c.out.data(), c.lse.data(), c.qkv.data(), nullptr, B, T, C, NH,
+                               nullptr);
     };
     EXPECT_THROW(forward(1, 2, 36, 5), Error);
     EXPECT_THROW(forward(0, 2, 36, 3), Error);

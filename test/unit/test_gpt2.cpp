@@ -93,7 +93,8 @@ std::vector<ReferenceStep> read_steps(const std::string& path, double* weight_de
 // A model with a reference file's weights and its one batch in device memory.
 class ReferenceModel {
   public:
-    explicit ReferenceModel(const std::string& name, int recompute = 0, int micro_batches = 1) {
+    explicit ReferenceModel(const std::string& name, int recompute = 0, int micro_batches = 1,
+                            int gelu_fusion = 0) {
         const std::string model_path = reference_path(name + "_model.bin");
         model_.config = ModelFile(model_path).config();
         state_ = std::make_unique<DebugState>(reference_path(name + "_debug_state.bin"),
@@ -101,6 +102,7 @@ class ReferenceModel {
         model_.batch = state_->B;
         model_.sequence = state_->T;
         model_.recompute = recompute;
+        model_.gelu_fusion = gelu_fusion;
         model_.layout = ParamLayout(model_.config);
         model_.plan = make_reduction_plan(micro_batches, 1, 8, model_.layout);
         read_steps(reference_path(name + "_steps.json"), &weight_decay_);
@@ -195,10 +197,7 @@ std::string joined(const std::vector<std::string>& names) {
     return text;
 }
 
-class Gpt2Reference : public testing::TestWithParam<const char*> {};
-
-TEST_P(Gpt2Reference, LogitsAndLoss) {
-    ReferenceModel reference(GetParam());
+void expect_logits_and_loss(ReferenceModel& reference) {
     GPT2& model = reference.model();
     const int rows = model.batch * model.sequence, V = model.config.vocab_size;
     reference.forward();
@@ -222,14 +221,41 @@ TEST_P(Gpt2Reference, LogitsAndLoss) {
                 kLossTolerance * reference.reference().loss);
 }
 
-TEST_P(Gpt2Reference, EachGradient) {
-    ReferenceModel reference(GetParam());
+void expect_each_gradient(ReferenceModel& reference) {
     reference.forward_and_backward();
     EXPECT_NEAR(reference.micro_loss(0), reference.reference().loss,
                 kLossTolerance * reference.reference().loss);
     const std::vector<std::string> wrong = wrong_gradients(
         reference.model().layout, reference.gradients(), reference.reference().gradients);
     EXPECT_TRUE(wrong.empty()) << joined(wrong);
+}
+
+void expect_ten_steps(const std::string& name, ReferenceModel& reference) {
+    double weight_decay = 0.0;
+    const std::vector<ReferenceStep> steps =
+        read_steps(reference_path(name + "_steps.json"), &weight_decay);
+    ASSERT_EQ(steps.size(), 10u);
+    ASSERT_GT(weight_decay, 0.0);
+    for (size_t i = 0; i < steps.size(); ++i) {
+        const StepState state =
+            reference.step(static_cast<int>(i), static_cast<float>(steps[i].learning_rate));
+        EXPECT_NEAR(state.loss, steps[i].loss, kLossTolerance * steps[i].loss) << "step " << i + 1;
+        EXPECT_NEAR(state.norm, steps[i].norm, kNormTolerance * steps[i].norm) << "step " << i + 1;
+        EXPECT_EQ(state.skip, SkipReason::none);
+        EXPECT_EQ(state.updates, i + 1);
+    }
+}
+
+class Gpt2Reference : public testing::TestWithParam<const char*> {};
+
+TEST_P(Gpt2Reference, LogitsAndLoss) {
+    ReferenceModel reference(GetParam());
+    expect_logits_and_loss(reference);
+}
+
+TEST_P(Gpt2Reference, EachGradient) {
+    ReferenceModel reference(GetParam());
+    expect_each_gradient(reference);
 }
 
 TEST_P(Gpt2Reference, PlantedZeroInEachGradientIsSeen) {
@@ -253,19 +279,7 @@ TEST_P(Gpt2Reference, PlantedZeroInEachGradientIsSeen) {
 
 TEST_P(Gpt2Reference, TenSteps) {
     ReferenceModel reference(GetParam());
-    double weight_decay = 0.0;
-    const std::vector<ReferenceStep> steps =
-        read_steps(reference_path(std::string(GetParam()) + "_steps.json"), &weight_decay);
-    ASSERT_EQ(steps.size(), 10u);
-    ASSERT_GT(weight_decay, 0.0);
-    for (size_t i = 0; i < steps.size(); ++i) {
-        const StepState state =
-            reference.step(static_cast<int>(i), static_cast<float>(steps[i].learning_rate));
-        EXPECT_NEAR(state.loss, steps[i].loss, kLossTolerance * steps[i].loss) << "step " << i + 1;
-        EXPECT_NEAR(state.norm, steps[i].norm, kNormTolerance * steps[i].norm) << "step " << i + 1;
-        EXPECT_EQ(state.skip, SkipReason::none);
-        EXPECT_EQ(state.updates, i + 1);
-    }
+    expect_ten_steps(GetParam(), reference);
 }
 
 // The same batch M times must give the same mean loss and, up to rounding, the same gradient, through
@@ -292,6 +306,45 @@ TEST_P(Gpt2Reference, RecomputeLevelsGiveTheSameBits) {
             << "-r " << recompute;
     }
 }
+
+#ifndef LLMC_CPU
+// -ge 1 and 2: GELU inside the forward product, and its derivative inside the backward one.
+TEST_P(Gpt2Reference, GeluInsideTheProducts) {
+    for (const int level : {1, 2}) {
+        for (const int recompute : {0, 1}) {
+            SCOPED_TRACE(format("-ge %d -r %d", level, recompute));
+            ReferenceModel reference(GetParam(), recompute, 1, level);
+            expect_logits_and_loss(reference);
+            expect_each_gradient(reference);
+            expect_ten_steps(GetParam(), reference);
+        }
+    }
+}
+
+// Inside the product GELU sees sums that are not rounded yet; recomputed, it sees what was stored. So
+// -r 0 has other bits than -r 1 and 2 there, and only there.
+TEST_P(Gpt2Reference, RecomputedGeluDiffersFromThatInsideTheProduct) {
+    for (const int level : {1, 2}) {
+        SCOPED_TRACE(format("-ge %d", level));
+        std::vector<float> gradients[3];
+        bool fused = false;
+        for (const int recompute : {0, 1, 2}) {
+            ReferenceModel reference(GetParam(), recompute, 1, level);
+            const GPT2& model = reference.model();
+            const int C = model.config.channels;
+            fused = matmul_gelu_fusion(level, model.batch * model.sequence, C, 4 * C) > 0;
+            reference.forward_and_backward();
+            gradients[recompute] = reference.gradients();
+        }
+        const auto same = [&](int a, int b) {
+            return std::memcmp(gradients[a].data(), gradients[b].data(),
+                               gradients[a].size() * sizeof(float)) == 0;
+        };
+        EXPECT_EQ(same(0, 1), !fused);
+        EXPECT_TRUE(same(1, 2));
+    }
+}
+#endif
 
 TEST_P(Gpt2Reference, PaddingRowsAndUnusedPositionsKeepPositiveZero) {
     ReferenceModel reference(GetParam(), 0, 4);

@@ -10,6 +10,7 @@
 
 #include "test/unit/child_process.h"
 #include "test/unit/guarded.h"
+#include "test/unit/twin_checks.h"
 
 namespace {
 
@@ -294,6 +295,81 @@ TEST(Matmul, RefusesShapesThatAreNotPositive) {
     EXPECT_THROW(cpu::matmul_backward_weight(c.dweight.data(), c.dbias.data(), c.dout.data(),
                                              c.inp.data(), nullptr, 2, 3, 0, false, nullptr),
                  Error);
+    EXPECT_THROW(cpu::matmul_gelu_forward(c.out.data(), c.out.data(), c.inp.data(), c.weight.data(),
+                                          c.bias.data(), 2, 0, 4, true, nullptr),
+                 Error);
+    EXPECT_THROW(cpu::matmul_gelu_backward_input(c.dinp.data(), c.dout.data(), c.weight.data(),
+                                                 c.inp.data(), 2, 3, -4, true, nullptr),
+                 Error);
+}
+
+// GELU behind the product forward, its derivative behind the product backward.
+template <class T>
+struct GeluCase : Case<T> {
+    Guarded<T> pre{this->rows * this->OC}, pre_of_dinp{this->rows * this->C};
+
+    explicit GeluCase(const Shape& s) : Case<T>(s) { fill(pre_of_dinp, 7); }
+    void forward(bool fuse) {
+        this->out.poison();
+        pre.poison();
+        cpu::matmul_gelu_forward(this->out.data(), pre.data(), this->inp.data(),
+                                 this->weight.data(), this->bias.data(), this->shape.rows,
+                                 this->shape.C, this->shape.OC, fuse, nullptr);
+        cuda_check(cudaDeviceSynchronize());
+    }
+    void backward(bool fuse) {
+        this->dinp.poison();
+        cpu::matmul_gelu_backward_input(this->dinp.data(), this->dout.data(), this->weight.data(),
+                                        pre_of_dinp.data(), this->shape.rows, this->shape.C,
+                                        this->shape.OC, fuse, nullptr);
+        cuda_check(cudaDeviceSynchronize());
+    }
+};
+
+template <class T>
+void compare_gelu_with_plain_loops(double bound) {
+    for (const Shape& shape : {Shape{1, 1, 1}, Shape{64, 36, 108}, Shape{257, 128, 513}}) {
+        for (const bool fuse : {false, true}) {
+            SCOPED_TRACE(name_of(shape));
+            GeluCase<T> c(shape);
+            Plain plain(c, true, false);
+            c.forward(fuse);
+            c.backward(fuse);
+            c.out.expect_guards_intact("out");
+            c.pre.expect_guards_intact("pre");
+            c.dinp.expect_guards_intact("dinp");
+            const size_t outputs = plain.out.size(), inputs = plain.dinp.size();
+            EXPECT_LT(relative_error(c.pre.data(), plain.out.data(), outputs), bound);
+            for (double& x : plain.out) x = cpu::gelu_value(x);
+            EXPECT_LT(relative_error(c.out.data(), plain.out.data(), outputs), bound);
+            for (size_t i = 0; i < inputs; ++i) {
+                plain.dinp[i] *= cpu::gelu_derivative(static_cast<double>(load(c.pre_of_dinp[i])));
+            }
+            EXPECT_LT(relative_error(c.dinp.data(), plain.dinp.data(), inputs), bound);
+        }
+    }
+}
+
+TEST(Matmul, GeluBehindAProductEqualsPlainLoops) {
+    compare_gelu_with_plain_loops<double>(1e-12);
+    compare_gelu_with_plain_loops<float>(2e-6);
+    compare_gelu_with_plain_loops<bf16>(1e-2);
+}
+
+TEST(Matmul, GeluBehindAProductSeesRoundedSums) {
+    GeluCase<bf16> c({70, 40, 96});
+    std::vector<bf16> apart(c.rows * c.OC);
+    for (const bool fuse : {false, true}) {
+        c.forward(fuse);
+        Case<bf16>& product = c;
+        const std::vector<bf16> out(c.out.data(), c.out.data() + c.out.size());
+        product.forward();
+        EXPECT_TRUE(test::same_bits(c.pre.data(), product.out.data(), out.size()));
+        cpu::gelu_forward(apart.data(), c.pre.data(), apart.size(), nullptr);
+        cuda_check(cudaDeviceSynchronize());
+        EXPECT_TRUE(test::same_bits(out.data(), apart.data(), out.size()));
+    }
+    EXPECT_EQ(cpu::matmul_gelu_fusion(2, 70, 40, 96), 0);
 }
 
 // All bits of all products at shapes with several blocks and with cut sums.
