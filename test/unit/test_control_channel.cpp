@@ -245,6 +245,36 @@ TEST(ControlChannel, MessageOfARankThatExitsAtOnceArrives) {
     }
 }
 
+TEST(ControlChannel, AnnouncementReturnsWhenTheOthersHaveIt) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    std::future<Outcome> zero = serve(&server, info(0, 2));
+    const net::Socket one = connect(server.port());
+    const hs::MessageBytes hello = hello_bytes(1, 2);
+    ASSERT_TRUE(net::send_all(one, hello.data(), hello.size(), net::after(1)));
+    const PeersPointer peers = zero.get().peers;
+    ASSERT_TRUE(peers);
+    auto reading = std::async(std::launch::async, [&one] {
+        hs::Message message;
+        while (message.type != hs::MessageType::kFailure) {
+            hs::MessageBytes bytes;
+            if (!net::receive_all(one, bytes.data(), bytes.size(), net::after(5))) return;
+            hs::parse_message(bytes.data(), bytes.size(), &message);
+        }
+        sleep_ms(300);
+        hs::Message answer;
+        answer.type = hs::MessageType::kReceived;
+        answer.rank = 1;
+        answer.size = 2;
+        const hs::MessageBytes bytes = hs::encode(answer);
+        net::send_all(one, bytes.data(), bytes.size(), net::after(1));
+    });
+    const net::Deadline start = net::Clock::now();
+    peers->announce_failure("the disk is full");
+    EXPECT_GE(seconds_since(start), 0.3);
+    EXPECT_LT(seconds_since(start), 1.9);
+    reading.get();
+}
+
 TEST(ControlChannel, RankThatEndsEarlyIsNamed) {
     for (const int source : {0, 1}) {
         PeerServer server("127.0.0.1", 0, kJob, "");

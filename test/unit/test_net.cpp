@@ -18,6 +18,7 @@ namespace {
 
 // The address list of a name that the test makes up, in this order.
 const char* const kTwoAddresses = "two-addresses.test";
+const char* const kOwnName = "own-name.test";
 const char* const kNoAnswer = "name-server-is-down.test";
 
 using GetAddrInfo = int (*)(const char*, const char*, const addrinfo*, addrinfo**);
@@ -31,10 +32,11 @@ extern "C" int getaddrinfo(const char* host, const char* port, const addrinfo* h
     const std::string name = host == nullptr ? "" : host;
     if (name == kNoAnswer) return EAI_AGAIN;
     if (name.find(".invalid") != std::string::npos) return EAI_NONAME;
-    if (name != kTwoAddresses) return real(host, port, hints, list);
+    if (name != kTwoAddresses && name != kOwnName) return real(host, port, hints, list);
     addrinfo* second = nullptr;
+    const std::string other = name == kOwnName ? net::own_addresses()[0] : "127.0.0.1";
     if (real("127.0.0.2", port, hints, list) != 0) return EAI_FAIL;
-    if (real("127.0.0.1", port, hints, &second) != 0) return EAI_FAIL;
+    if (real(other.c_str(), port, hints, &second) != 0) return EAI_FAIL;
     (*list)->ai_next = second;
     return 0;
 }
@@ -201,6 +203,11 @@ TEST(Net, EveryAddressOfANameIsTried) {
               llmc::format("-pp: port %d is in use on two-addresses.test; choose another, the same "
                            "on all ranks",
                            endpoint.port));
+}
+
+TEST(Net, MachineThatCallsItselfLoopbackListensOnTheNetwork) {
+    const Socket listener = net::listen_on(kOwnName, 0, "");
+    EXPECT_EQ(net::local_address(listener), net::own_addresses()[0]);
 }
 
 TEST(Net, BadHostsAreNamed) {

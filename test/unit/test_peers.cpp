@@ -276,6 +276,22 @@ TEST(Peers, KilledAndRestartedRankTakesItsPlace) {
     close_all(&all);
 }
 
+TEST(Peers, RestartedRankTakesItsPlaceAlsoWhenBothCallsWaitTogether) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    {
+        const net::Socket killed = connect(server.port());
+        const hs::MessageBytes hello = hello_bytes(1, 2);
+        ASSERT_TRUE(net::send_all(killed, hello.data(), hello.size(), net::after(1)));
+    }
+    std::future<Outcome> one = join(server.port(), info(1, 2));
+    sleep_ms(100);
+    std::vector<PeersPointer> all;
+    all.push_back(serve(&server, info(0, 2)).get().peers);
+    all.push_back(one.get().peers);
+    ASSERT_TRUE(all[0] && all[1]);
+    close_all(&all);
+}
+
 TEST(Peers, RestartedRankZeroIsFoundAgain) {
     net::Socket listener = net::listen_on("127.0.0.1", 0, "");
     const int port = net::local_port(listener);

@@ -284,7 +284,7 @@ TEST_F(SharedIdFile, RemovedAlsoWhenTheStartFails) {
 TEST_F(SharedIdFile, ReasonIsNamedAtTheLimit) {
     const std::string begin =
         "-pf " + folder_ + ": rank 0 was not found within 0.1 s (LLMC_INIT_TIMEOUT_S): ";
-    EXPECT_EQ(join("job", 0.2).get().error, begin + "no ncclUniqueId.sync appeared there");
+    EXPECT_EQ(join("job", 0.1).get().error, begin + "no ncclUniqueId.sync appeared there");
     put("half of it");
     EXPECT_EQ(join("job", 0.1).get().error,
               begin + "ncclUniqueId.sync there is not a file of this program, or not whole");
@@ -296,7 +296,7 @@ TEST_F(SharedIdFile, ReasonIsNamedAtTheLimit) {
     SharedId dead = example();
     dead.where = {{"127.0.0.1", net::local_port(net::listen_on("127.0.0.1", 0, ""))}};
     put(encoded(dead));
-    EXPECT_EQ(join("job", 0.2).get().error, begin + "rank 0, which ncclUniqueId.sync says is at " +
+    EXPECT_EQ(join("job", 0.1).get().error, begin + "rank 0, which ncclUniqueId.sync says is at " +
                                                 net::endpoint_text(dead.where[0]) +
                                                 ", did not answer: Connection refused");
     fs::remove(file());
