@@ -218,14 +218,21 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     }
     matmul_backward_weight(g.at(Param::fcprojw, l), g.at(Param::fcprojb, l), a.dresidual,
                            a.fch_gelu, a.scratch, rows, 4 * C, C, accumulate, stream);
-    matmul_gelu_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), a.fch, rows, 4 * C, C,
-                               model->gelu_fusion >= 2, stream);
+    gradX* fcb = g.at(Param::fcb, l);
+    if (model->gelu_fusion >= 2) {
+        matmul_gelu_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), a.fch, rows, 4 * C,
+                                   C, true, stream);
+    } else {
+        matmul_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), rows, 4 * C, C, stream);
+        gelu_backward_bias(dfch, fcb, dfch, a.fch, a.scratch, rows, 4 * C, accumulate, stream);
+        fcb = nullptr;  // done
+    }
     if (model->recompute >= 2) {
         layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.at(Param::ln2w, l),
                           w.at(Param::ln2b, l), rows, C, stream);
     }
-    matmul_backward_weight(g.at(Param::fcw, l), g.at(Param::fcb, l), dfch, a.ln2, a.scratch, rows,
-                           C, 4 * C, accumulate, stream);
+    matmul_backward_weight(g.at(Param::fcw, l), fcb, dfch, a.ln2, a.scratch, rows, C, 4 * C,
+                           accumulate, stream);
     matmul_backward_input(a.projection, dfch, w.at(Param::fcw, l), rows, C, 4 * C, stream);
     layernorm_backward(a.dresidual, g.at(Param::ln2w, l), g.at(Param::ln2b, l), a.projection,
                        a.residual2, w.at(Param::ln2w, l), a.ln2_mean, a.ln2_rstd, a.scratch, rows,

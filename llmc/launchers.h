@@ -73,6 +73,12 @@
 //   gelu_forward(out, inp, count, stream)
 //   gelu_backward(dinp, dout, inp, count, stream)     dinp may be dout
 //
+// bias gradients; scratch of bias_scratch_bytes(rows, OC)
+//   bias_backward(dbias (OC), dout (rows,OC), scratch, rows, OC, accumulate, stream)
+//       the sum over the rows, in fp32; with `accumulate` the old gradient enters it.
+//   gelu_backward_bias(dinp (rows,OC), dbias (OC), dout, inp, scratch, rows, OC, accumulate, stream)
+//       gelu_backward, and bias_backward of what it has stored, in one pass: the same bits.
+//
 // fused classifier
 //   fused_classifier(logits (rows,Vp), losses (rows), targets int (rows), dloss, rows, V, Vp,
 //                    write_dlogits, stream)
@@ -108,6 +114,7 @@
 #ifdef LLMC_CPU
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"
+#include "llmc/cpu/bias.h"
 #include "llmc/cpu/encoder.h"
 #include "llmc/cpu/fused_classifier.h"
 #include "llmc/cpu/gelu.h"
@@ -121,6 +128,7 @@ using namespace cpu;
 #else
 #include "llmc/adamw.cuh"
 #include "llmc/attention.cuh"
+#include "llmc/bias.cuh"
 #include "llmc/encoder.cuh"
 #include "llmc/fused_classifier.cuh"
 #include "llmc/gelu.cuh"

@@ -29,6 +29,7 @@
 #include <map>
 #include <tuple>
 
+#include "llmc/bias.cuh"
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_common.h"
 #include "llmc/cuda_utils.cuh"
@@ -49,68 +50,6 @@ inline void cublas_check(cublasStatus_t status, const char* file = __builtin_FIL
 // kernels
 
 namespace matmul_detail {
-
-// The bias gradient's rows are cut into at most kBiasParts parts of whole multiples of kBiasRows
-// rows, a cut that depends on the number of rows alone.
-constexpr int kBiasWarps = 16;
-constexpr int kBiasRows = 128;
-constexpr int kBiasParts = 64;
-
-inline int bias_rows_per_part(int rows) {
-    return ceil_div(ceil_div(rows, kBiasParts), kBiasRows) * kBiasRows;
-}
-inline int bias_parts(int rows) {
-    return ceil_div(rows, bias_rows_per_part(rows));
-}
-
-// partial (parts,OC): sums of each part's rows. A warp covers 32 * kVector neighbouring columns of
-// one row; the block's warps take rows in turn, and their sums are added in the order of the warps.
-template <int kVector>
-__global__ void __launch_bounds__(kWarpSize* kBiasWarps)
-    bias_partial_kernel(float* partial, const floatX* dout, int rows, int OC, int rows_per_part) {
-    constexpr int kColumns = kWarpSize * kVector;
-    __shared__ float shared[kBiasWarps][kColumns];
-    const int lane = threadIdx.x, warp = threadIdx.y;
-    const int column = blockIdx.x * kColumns + lane * kVector;
-    const int first = blockIdx.y * rows_per_part;
-    const int last = min(rows, first + rows_per_part);
-    float sums[kVector] = {};
-    if (column < OC) {
-#pragma unroll 4
-        for (int row = first + warp; row < last; row += kBiasWarps) {
-            const floatX* from = dout + static_cast<size_t>(row) * OC + column;
-            if constexpr (kVector > 1) {
-                float values[kVector];
-                unpack(values, load128(from));
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) sums[i] += values[i];
-            } else {
-                sums[0] += widen(*from);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) shared[warp][lane * kVector + i] = sums[i];
-    __syncthreads();
-    for (int c = warp * kWarpSize + lane; c < kColumns; c += kWarpSize * kBiasWarps) {
-        const int out = blockIdx.x * kColumns + c;
-        if (out >= OC) continue;
-        float sum = 0.0f;
-        for (int w = 0; w < kBiasWarps; ++w) sum += shared[w][c];
-        partial[static_cast<size_t>(blockIdx.y) * OC + out] = sum;
-    }
-}
-
-// dbias = (old +) the parts in order, rounded once.
-template <class G>
-__global__ void bias_sum_kernel(G* dbias, const float* partial, int parts, int OC,
-                                bool accumulate) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= OC) return;
-    float sum = accumulate ? widen(dbias[column]) : 0.0f;
-    for (int p = 0; p < parts; ++p) sum += partial[static_cast<size_t>(p) * OC + column];
-    dbias[column] = narrow<G>(sum);
-}
 
 constexpr int kBiasRowsThreads = 256;
 
@@ -441,7 +380,7 @@ inline void matmul_gelu_backward_input(floatX* dinp, const floatX* dout, const f
 }
 
 inline size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {
-    return static_cast<size_t>(matmul_detail::bias_parts(rows)) * OC * sizeof(float);
+    return bias_scratch_bytes(rows, OC);
 }
 
 // dweight (OC,C) = dout (rows,OC)^T * inp (rows,C); dbias (OC) = the sum over the rows of dout, and
@@ -452,19 +391,7 @@ inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* d
                                    bool accumulate, cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}});
-    if (dbias != nullptr) {
-        float* partial = static_cast<float*>(scratch);
-        constexpr int kWidth = Packed128<floatX>::kSize;
-        const bool vector = OC % kWidth == 0 && all_aligned(16, dout);
-        const dim3 grid(ceil_div(OC, kWarpSize * (vector ? kWidth : 1)), bias_parts(rows));
-        const dim3 block(kWarpSize, kBiasWarps);
-        const auto kernel = vector ? bias_partial_kernel<kWidth> : bias_partial_kernel<1>;
-        kernel<<<grid, block, 0, stream>>>(partial, dout, rows, OC, bias_rows_per_part(rows));
-        launch_check();
-        bias_sum_kernel<<<ceil_div(OC, 128), 128, 0, stream>>>(dbias, partial, bias_parts(rows), OC,
-                                                               accumulate);
-        launch_check();
-    }
+    if (dbias != nullptr) bias_backward(dbias, dout, scratch, rows, OC, accumulate, stream);
     ProductKey key{};
     key.m = C;
     key.n = OC;

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "llmc/cpu/bias.h"
 #include "llmc/cpu/blas.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/parallel.h"
@@ -151,27 +152,6 @@ void product(G* out, size_t M, size_t N, size_t K, MatrixView<T> a, MatrixView<T
     });
 }
 
-// out (columns) = round(sum over the rows of `in` + old out). Rows are added in groups of 64, and
-// the groups' sums in ascending order, so that the error grows with neither alone.
-template <class G, class T>
-void sum_rows(G* out, const T* in, size_t rows, size_t columns, bool add_to_out) {
-    using A = accum_t<T>;
-    constexpr size_t kColumns = 256, kGroup = 64;
-    parallel_for(columns, kColumns, [=](size_t first, size_t last) {
-        const size_t n = last - first;
-        A total[kColumns] = {};
-        for (size_t begin = 0; begin < rows; begin += kGroup) {
-            A group[kColumns] = {};
-            for (size_t row = begin; row < std::min(rows, begin + kGroup); ++row) {
-                const T* line = in + row * columns + first;
-                for (size_t c = 0; c < n; ++c) group[c] += load(line[c]);
-            }
-            for (size_t c = 0; c < n; ++c) total[c] += group[c];
-        }
-        finish(out + first, total, static_cast<const T*>(nullptr), add_to_out, n);
-    });
-}
-
 }  // namespace matmul_detail
 
 // The twins have no TF32 and no workspace: these only have the GPU's names.
@@ -252,7 +232,7 @@ void matmul_backward_weight(G* dweight, std::common_type_t<G>* dbias, const T* d
                                MatrixView<T>{dout, outputs, true}, MatrixView<T>{inp, channels},
                                static_cast<const T*>(nullptr), accumulate);
         if (dbias != nullptr) {
-            matmul_detail::sum_rows(dbias, dout, depth, outputs, accumulate);
+            sum_rows(dbias, dout, depth, outputs, accumulate);
         }
     });
 }
