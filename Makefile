@@ -39,6 +39,8 @@ GLOO_PATH ?=
 GTEST_PATH ?=
 ## Arguments for pytest in the test targets, such as "-k resume"
 PYTEST_ARGS ?=
+## Arguments for `make tune`, such as "--model d12:32"; --help lists them
+TUNE_ARGS ?=
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
@@ -177,6 +179,10 @@ data: setup
 bench: $(TRAINER) data
 	@TRAINER=./$(TRAINER) dev/bench.sh
 
+## Measure cuBLASLt's algorithms on the GPU at hand, into llmc/matmul_algorithms.inc
+tune: $(CUDA_DIR)/tune
+	@$< $(TUNE_ARGS)
+
 ## Say what was found on this machine and what is missing
 check-deps:
 	@$(if $(filter 0,$(REPORT)),:,printf '%s\n' $(REPORT_LINES))
@@ -208,5 +214,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    test_sanitize test_full test_gpu check print-trainer demo data bench check-deps setup \
+    test_sanitize test_full test_gpu check print-trainer demo data bench tune check-deps setup \
     clean distclean help FORCE

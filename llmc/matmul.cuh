@@ -12,8 +12,9 @@
 // cuBLASLt's matrices are stored by columns, and a matrix stored by rows is its transpose stored by
 // columns. So each product is asked for transposed, with the factors the other way round: its m
 // counts our columns. Descriptors, layouts and the algorithm are made once for each kind of product.
-// The algorithm is the first that the library's heuristic names for a workspace of fixed size: it
-// depends on shape, alignment, library and GPU, never on timing or free memory.
+// The algorithm is the one of the table of measured algorithms (llmc/matmul_table.h) or, where that
+// has none, the first that the library's heuristic names for a workspace of fixed size: it depends
+// on shape, alignment, library and GPU, never on timing in this run or on free memory.
 //
 // All sums are in fp32 and rounded once to nearest even, with one exception. Where gradX is bf16 and
 // dweight is added to, some of the library's kernels for sm_90 round the product to bf16 first and
@@ -24,16 +25,19 @@
 
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <tuple>
+#include <string>
+#include <vector>
 
 #include "llmc/bias.cuh"
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_common.h"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/gelu.cuh"
+#include "llmc/matmul_table.h"
 #include "llmc/memory_plan.h"
 #include "llmc/precision.h"
 
@@ -68,42 +72,21 @@ constexpr cudaDataType_t data_type() {
     return sizeof(T) == 4 ? CUDA_R_32F : CUDA_R_16BF;
 }
 
-// What becomes of a product's sums before they are stored.
-enum class Epilogue {
-    kNone,
-    kGelu,          // stored as they are, too
-    kGeluGradient,  // times gelu' of stored values
-};
-
-// Everything that a product's descriptors and algorithm depend on; m, n and k as cuBLASLt has them.
-struct ProductKey {
-    int m, n, k;
-    bool transpose_a, transpose_b;
-    bool bias, accumulate;
-    Epilogue epilogue;
-    bool wide_result;  // fp32, whatever the factors are
-    bool tf32;
-    bool aligned;  // every pointer is a multiple of 16 bytes
-
-    auto tie() const {
-        return std::tie(m, n, k, transpose_a, transpose_b, bias, accumulate, epilogue, wide_result,
-                        tf32, aligned);
-    }
-    bool operator<(const ProductKey& other) const { return tie() < other.tie(); }
-};
-
 struct Product {
     cublasLtMatmulDesc_t desc = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
     cublasLtMatmulAlgo_t algo{};
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;  // else the library has no algorithm
+    bool tuned = false;                             // the algorithm is the table's
 };
 
 // What lasts from product to product. The workspace serves one stream at a time.
 struct CublasLt {
     static constexpr size_t kWorkspaceBytes = size_t{64} << 20;
 
-    cublasLtHandle_t handle = nullptr;   // made for the first product
+    cublasLtHandle_t handle = nullptr;  // made for the first product
+    std::string gpu;                    // its name, known with the handle
+    const std::vector<TunedProduct>* table = &tuned_products();
     unsigned char* workspace = nullptr;  // where a memory plan has put it
     DeviceBuffer<unsigned char> own_workspace;
     bool tf32 = true;
@@ -121,14 +104,18 @@ void set_attribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t att
     cublas_check(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)));
 }
 
-inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* product) {
+// Fills `found` with algorithms that the library's heuristic names for this product, the one that it
+// takes for the fastest first; it shrinks when there are fewer. They need at most this workspace.
+inline cublasStatus_t heuristic_algorithms(CublasLt& lt, const ProductKey& key,
+                                           const Product& product, size_t workspace_bytes,
+                                           std::vector<cublasLtMatmulHeuristicResult_t>* found) {
     cublasLtMatmulPreference_t preference;
     cublas_check(cublasLtMatmulPreferenceCreate(&preference));
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
         cublas_check(
             cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CublasLt::kWorkspaceBytes);
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
     // Parts of a sum are added in fp32: one rounding to the result, and no order left to chance.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
@@ -138,15 +125,41 @@ inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* produ
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, factors);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, result);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, result);
-    cublasLtMatmulHeuristicResult_t found{};
     int count = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(lt.handle, product->desc, product->a, product->b, product->d,
-                                       product->d, preference, 1, &found, &count);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        lt.handle, product.desc, product.a, product.b, product.d, product.d, preference,
+        static_cast<int>(found->size()), found->data(), &count);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
-    const bool none = status == CUBLAS_STATUS_SUCCESS && count == 0;
-    product->status = none ? CUBLAS_STATUS_NOT_SUPPORTED : status;
-    product->algo = found.algo;
+    found->resize(status == CUBLAS_STATUS_SUCCESS ? count : 0);
+    const auto bad = [](const auto& result) { return result.state != CUBLAS_STATUS_SUCCESS; };
+    found->erase(std::remove_if(found->begin(), found->end(), bad), found->end());
+    const bool none = status == CUBLAS_STATUS_SUCCESS && found->empty();
+    return none ? CUBLAS_STATUS_NOT_SUPPORTED : status;
+}
+
+// Takes the algorithm of a row. False when the library refuses it for this product.
+inline bool take_tuned(CublasLt& lt, const TunedProduct& row, Product* product) {
+    cublasLtMatmulAlgo_t algo;
+    static_assert(sizeof(algo.data) == sizeof(row.algorithm), "another cublasLtMatmulAlgo_t");
+    std::copy(row.algorithm.begin(), row.algorithm.end(), algo.data);
+    cublasLtMatmulHeuristicResult_t result{};
+    const cublasStatus_t status = cublasLtMatmulAlgoCheck(
+        lt.handle, product->desc, product->a, product->b, product->d, product->d, &algo, &result);
+    if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > CublasLt::kWorkspaceBytes) {
+        return false;
+    }
+    product->algo = algo;
+    product->tuned = true;
+    return true;
+}
+
+inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* product) {
+    const TunedProduct* row =
+        find_tuned(*lt.table, lt.gpu, cublasLtGetVersion(), product_name(key));
+    if (row != nullptr && take_tuned(lt, *row, product)) return;
+    std::vector<cublasLtMatmulHeuristicResult_t> found(1);
+    product->status = heuristic_algorithms(lt, key, *product, CublasLt::kWorkspaceBytes, &found);
+    if (product->status == CUBLAS_STATUS_SUCCESS) product->algo = found[0].algo;
 }
 
 inline cublasLtEpilogue_t library_epilogue(const ProductKey& key) {
@@ -190,10 +203,27 @@ inline Product make_product(CublasLt& lt, const ProductKey& key, const void* bia
     return product;
 }
 
+inline void destroy(Product* product) {
+    cublas_check(cublasLtMatmulDescDestroy(product->desc));
+    for (cublasLtMatrixLayout_t layout : {product->a, product->b, product->d}) {
+        cublas_check(cublasLtMatrixLayoutDestroy(layout));
+    }
+}
+
+inline void open(CublasLt& lt) {
+    if (lt.handle != nullptr) return;
+    int device = 0;
+    cudaDeviceProp properties{};
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
+    lt.gpu = properties.name;
+    cublas_check(cublasLtCreate(&lt.handle));
+}
+
 // The product of this key, made when it is first asked for.
 inline const Product& find_product(CublasLt& lt, const ProductKey& key, const void* bias,
                                    const void* aux) {
-    if (lt.handle == nullptr) cublas_check(cublasLtCreate(&lt.handle));
+    open(lt);
     auto place = lt.products.find(key);
     if (place == lt.products.end()) {
         place = lt.products.emplace(key, make_product(lt, key, bias, aux)).first;
@@ -205,6 +235,7 @@ inline const Product& find_product(CublasLt& lt, const ProductKey& key, const vo
 template <class D>
 ProductKey complete(ProductKey key, bool bias, bool aligned) {
     key.bias = bias;
+    key.wide_factors = sizeof(floatX) == sizeof(float);
     key.wide_result = sizeof(D) == sizeof(float);
     key.tf32 = sizeof(floatX) == sizeof(float) && cublaslt().tf32;
     key.aligned = aligned;
@@ -242,22 +273,6 @@ bool multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, Produc
                                 d, product.d, d, product.d, &product.algo, workspace,
                                 CublasLt::kWorkspaceBytes, stream));
     return true;
-}
-
-inline ProductKey forward_key(int rows, int C, int OC) {
-    ProductKey key{};
-    key.m = OC;
-    key.n = rows;
-    key.k = C;
-    key.transpose_a = true;
-    return key;
-}
-inline ProductKey input_key(int rows, int C, int OC) {
-    ProductKey key{};
-    key.m = C;
-    key.n = rows;
-    key.k = OC;
-    return key;
 }
 
 // cuBLASLt's GELU wants the rows of what it stores or reads in multiples of 8. Where not all is a
@@ -392,14 +407,8 @@ inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* d
     using namespace matmul_detail;
     cpu::require_positive("matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}});
     if (dbias != nullptr) bias_backward(dbias, dout, scratch, rows, OC, accumulate, stream);
-    ProductKey key{};
-    key.m = C;
-    key.n = OC;
-    key.k = rows;
-    key.transpose_b = true;
-    key.accumulate = accumulate;
     const floatX* no_bias = nullptr;
-    multiply(dweight, inp, dout, no_bias, key, stream);
+    multiply(dweight, inp, dout, no_bias, weight_key(rows, C, OC, accumulate), stream);
 }
 
 }  // namespace llmc

@@ -56,11 +56,13 @@ CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(C
     $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB
 
 CUDA_TRAINER_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_COMMIT='"$(COMMIT)"'
+TUNE_BUILD = $(NVCC) $(CUDA_FLAGS)
 GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(call inc,OPENBLAS)
 GPU_TEST_LIBS = $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(call nvcc_lib,OPENBLAS) -lopenblas
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
 $(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_BUILD) $$(CUDA_LIBS)))
+$(eval $(call stamp,$(CUDA_DIR)/tune.flags,$$(TUNE_BUILD)))
 $(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE)))
 $(eval $(call stamp,$(BUILD)/cudnn/cudnn.flags,$$(CUDNN_COMPILE)))
 
@@ -71,6 +73,11 @@ $(CUDA_DIR)/train_gpt2cu: train_gpt2.cu $(CUDNN_OBJECT) $(CUDA_DIR)/trainer.flag
 $(BUILD)/cudnn/cudnn_att.o: llmc/cudnn_att.cpp $(BUILD)/cudnn/cudnn.flags
 	$(cuda_checks)
 	$(CUDNN_COMPILE) $(DEPFLAGS) -c $< -o $@
+
+# Measures cuBLASLt's algorithms and writes the table that the trainer is compiled with.
+$(CUDA_DIR)/tune: dev/tune.cu $(CUDA_DIR)/tune.flags
+	$(cuda_checks)
+	$(TUNE_BUILD) $(DEPFLAGS) $< -o $@ $(call nvcc_lib,CUDA) -lcublasLt
 
 # Each launcher against its CPU twin, and the whole model against PyTorch's numbers.
 GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu)) \
@@ -91,8 +98,8 @@ $(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu))
 $(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDNN_OBJECT)
 	$(NVCC) $^ -o $@ $(GPU_TEST_LIBS) $(CUDA_LIBS)
 
--include $(CUDA_DIR)/train_gpt2cu.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
+-include $(CUDA_DIR)/train_gpt2cu.d $(CUDA_DIR)/tune.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
 else
-$(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/gpu_tests: FORCE
+$(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/gpu_tests $(CUDA_DIR)/tune: FORCE
 	@echo "error: $(if $(CUDA_CODE),$(call missing,nvcc,NVCC,CUDA_HOME),the CUDA kernels are not part of this version yet; make train_gpt2cpu builds the CPU one)" >&2; exit 1
 endif
