@@ -339,21 +339,37 @@ def train_ranks(
 
 
 def bits_of(result: Result) -> dict[str, object]:
-    """All that must not depend on the number of ranks: step lines, the hash of the weights after
-    each step, and at the end the bits of loss and norm and the hashes of weights, m, v, master."""
+    """All that must not depend on the number of ranks: step lines, what --check-ranks prints, and
+    at the end the bits of loss and norm and the hashes of weights, m, v, master."""
     words = result.bits.split()[1:]
     found: dict[str, object] = dict(zip(words[::2], words[1::2]))
     assert set(found) == {"loss", "norm", "m", "v", "master"}, f"{result.bits}"
     found["weights"] = result.hash
     found["step lines"] = result.numbers
-    found["weights of each step"] = weights_by_step(result)
+    found["steps"] = checked_steps(result)
     return found
 
 
-def weights_by_step(result: Result) -> list[tuple[int, str]]:
-    """What --check-ranks prints: the hash that the weights of all ranks have after each step."""
-    found = re.findall(r"^weights of step (\d+): ([0-9a-f]{16}) on all ranks$", result.stdout, re.M)
-    return [(int(step), hash_) for step, hash_ in found]
+@dataclass(frozen=True)
+class CheckedStep:
+    """What --check-ranks prints of a step: the hash that the weights of all ranks have after it,
+    and the bits of its loss and norm (none of step 0)."""
+
+    step: int
+    weights: str
+    bits: str
+
+
+CHECKED_STEP = re.compile(
+    r"^weights of step (\d+): ([0-9a-f]{16}) on all ranks"
+    r"(|, bits loss [0-9a-f]{16} norm [0-9a-f]{16})$",
+    re.MULTILINE,
+)
+
+
+def checked_steps(result: Result) -> list[CheckedStep]:
+    found = CHECKED_STEP.findall(result.stdout)
+    return [CheckedStep(int(step), weights, bits) for step, weights, bits in found]
 
 
 def assert_same_bits(one: Result, other: Result) -> None:

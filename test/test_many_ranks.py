@@ -1,8 +1,8 @@
 """The same bits on 1, 2, 4 and 8 ranks, with ZeRO-0 and ZeRO-1, however the ranks were started.
 
-A run of several ranks is compared with one process: each step line, the hash of the weights after
-each step (which --check-ranks compares over all ranks), and after ten steps the bits of loss and
-norm and the hashes of weights, m, v and master weights.
+A run of several ranks is compared with one process: each step's line, bits of loss and norm, and
+hash of the weights (which --check-ranks compares over all ranks); and after ten steps the hashes of
+m, v and master weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from many_ranks import (
     assert_all_refused,
     assert_same_bits,
     bits_of,
+    checked_steps,
     run_ranks,
     switches_binary,
-    weights_by_step,
     without,
 )
 
 MICRO = (6, 8, 12, 24, 32)  # M, micro-batches in a step
+FEW = {"-x": 4}  # steps, where ten show no more
 
 
 def width(micro: int, limit: int = 8) -> int:
@@ -119,7 +120,7 @@ def test_the_selection_has_every_pair_of_ranks_zero_stage_and_precision() -> Non
 def check_case(lab: Lab, trainers: dict[str, Trainer], case: Case) -> None:
     args = lab.args(case.micro, {"-z": case.zero})
     run = lab.equal(trainers[case.precision], case.count, case.way, args)
-    assert [step for step, _ in weights_by_step(run.first)] == list(range(11)), f"{run}"
+    assert [step.step for step in checked_steps(run.first)] == list(range(11)), f"{run}"
     assert f"{case.count}, ZeRO stage {case.zero}" in run.first.stdout, f"{run}"
     assert "bit equality" not in run.stdout, f"{run}"
 
@@ -184,7 +185,7 @@ def test_outside_the_set_it_trains_and_says_that_equality_is_off(
     assert run.first.losses == pytest.approx(one.losses, abs=1e-3), f"{one}\n{run}"
     norms = [[float(step.norm) for step in result.steps] for result in (run.first, one)]
     assert norms[0] == pytest.approx(norms[1], rel=0.02), f"{one}\n{run}"
-    assert [step for step, _ in weights_by_step(run.first)] == list(range(11)), f"{run}"
+    assert [step.step for step in checked_steps(run.first)] == list(range(11)), f"{run}"
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -270,7 +271,7 @@ def test_nothing_is_read_before_it_is_written(
     micro: int,
 ) -> None:
     """LLMC_POISON fills all memory with NaN at the start, also what others send into."""
-    args = lab.args(micro, {"-z": zero})
+    args = lab.args(micro, {"-z": zero, **FEW})
     lab.equal(trainers[precision], count, way, args, env={"LLMC_POISON": "1"})
 
 
@@ -280,8 +281,9 @@ def test_junk_between_steps(
 ) -> None:
     """LLMC_JUNK fills what a step must not read of the one before. The build with switches gives
     the plain build's bits."""
-    run = lab.many(switches, count, "tcp", lab.args(micro, {"-z": zero}), env={"LLMC_JUNK": "1"})
-    assert_same_bits(lab.one(bf16, lab.args(micro)), run.first)
+    args = lab.args(micro, {"-z": zero, **FEW})
+    run = lab.many(switches, count, "tcp", args, env={"LLMC_JUNK": "1"})
+    assert_same_bits(lab.one(bf16, without(args, "-z")), run.first)
 
 
 def poisoned_token(lab: Lab, what: str) -> dict[str, object]:
@@ -312,7 +314,7 @@ def test_llmc_637_not_finite_on_one_rank_skips_on_all(
     args = lab.args(8, {"-z": zero, **poisoned_token(lab, what)})
     run = lab.equal(trainers[precision], count, way, args)
     assert run.first.skipped == [2], f"{run}"
-    hashes = dict(weights_by_step(run.first))
+    hashes = {step.step: step.weights for step in checked_steps(run.first)}
     assert hashes[1] == hashes[2] != hashes[3], f"a skipped step changed weights\n{run}"
 
 
@@ -331,7 +333,7 @@ def test_llmc_597_without_master_weights(
     {"-k": "cosine", "-q": 0.1, "-u": 3},
 ], ids=lambda changes: " ".join(f"{k} {v}" for k, v in changes.items()))
 def test_options(lab: Lab, bf16: Trainer, changes: dict[str, object]) -> None:
-    lab.equal(bf16, 4, "tcp", lab.args(8, {"-z": 1, **changes}))
+    lab.equal(bf16, 4, "tcp", lab.args(8, {"-z": 1, **FEW, **changes}))
 
 
 def hellaswag(lab: Lab, count: int) -> Path:
@@ -400,19 +402,20 @@ NODE_MAPS = {
 @pytest.mark.parametrize("name, zero", list(zip(NODE_MAPS, (0, 1, 0, 1, 1))))
 def test_node_maps(lab: Lab, bf16: Trainer, switches: Trainer, name: str, zero: int) -> None:
     """LLMC_HOST stands for a rank's host name."""
-    run = lab.many(switches, 8, "mpi", lab.args(8, {"-z": zero}),
+    args = lab.args(8, {"-z": zero, **FEW})
+    run = lab.many(switches, 8, "mpi", args,
                    env=lambda rank: {"LLMC_HOST": f"node-{NODE_MAPS[name][rank]}.example.org"})
-    assert_same_bits(lab.one(bf16, lab.args(8)), run.first)
+    assert_same_bits(lab.one(bf16, without(args, "-z")), run.first)
 
 
 @pytest.mark.parametrize("per_node", [2, 6])
 def test_gpus_per_node(lab: Lab, bf16: Trainer, per_node: int) -> None:
-    lab.equal(bf16, 8, "tcp", lab.args(8, {"-z": 1, "-pg": per_node}))
+    lab.equal(bf16, 8, "tcp", lab.args(8, {"-z": 1, "-pg": per_node, **FEW}))
 
 
 @pytest.mark.parametrize("binding", ["none", "core:overload-allowed"])
 def test_mpirun_binding(lab: Lab, bf16: Trainer, binding: str) -> None:
-    lab.equal(bf16, 4, "mpi", lab.args(8, {"-z": 1}), mpirun=["--bind-to", binding])
+    lab.equal(bf16, 4, "mpi", lab.args(8, {"-z": 1, **FEW}), mpirun=["--bind-to", binding])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -424,9 +427,10 @@ def test_all_ranks_on_one_core(lab: Lab, trainers: dict[str, Trainer], precision
 
 def test_openblas_core_type(lab: Lab, fp32: Trainer) -> None:
     env = {"OPENBLAS_CORETYPE": "HASWELL"}
-    one = lab.one(fp32, lab.args(8), env=env)
+    one = lab.one(fp32, lab.args(8, FEW), env=env)
     for count, way in ((2, "mpi"), (8, "tcp")):
-        assert_same_bits(one, lab.many(fp32, count, way, lab.args(8, {"-z": 1}), env=env).first)
+        args = lab.args(8, {"-z": 1, **FEW})
+        assert_same_bits(one, lab.many(fp32, count, way, args, env=env).first)
 
 
 def test_openblas_core_types_that_differ_are_refused(lab: Lab, fp32: Trainer) -> None:
@@ -445,8 +449,9 @@ def test_infinitrain_213_delays_on_either_stream(
 ) -> None:
     """Only events order the streams: whichever is late, the result is the same."""
     env = {name: "500" for name in delays}
-    run = lab.many(switches, count, "tcp", lab.args(8, {"-z": zero}), env=env)
-    assert_same_bits(lab.one(bf16, lab.args(8)), run.first)
+    args = lab.args(8, {"-z": zero, **FEW})
+    run = lab.many(switches, count, "tcp", args, env=env)
+    assert_same_bits(lab.one(bf16, without(args, "-z")), run.first)
 
 
 # -------------------------------------------------------------------------------------- restart
@@ -497,8 +502,9 @@ def check_resume(
     one = lab.one(trainer, lab.args(8))
     expected, found = bits_of(one), bits_of(run.first)
     expected["step lines"] = one.numbers[5:]
-    expected["weights of each step"] = weights_by_step(one)[5:]
+    found["steps"], expected["steps"] = checked_steps(run.first)[1:], checked_steps(one)[6:]
     assert found == expected, f"{one}\n{run}"
+    assert checked_steps(run.first)[0].weights == checked_steps(one)[5].weights, f"{one}\n{run}"
     assert model_path(out, 10).read_bytes() == model_path(whole, 10).read_bytes()
 
 
