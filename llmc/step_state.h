@@ -103,4 +103,12 @@ struct TreeRange {
     size_t count;
 };
 
+// One range of a copy.
+template <class G>
+struct CopyRange {
+    G* to;
+    const G* from;
+    size_t count;
+};
+
 }  // namespace llmc

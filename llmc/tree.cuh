@@ -40,13 +40,15 @@ __device__ inline Packed128<G> tree_node(const Packed128<G>& a, const Packed128<
     return pack<G>(x);
 }
 
-// A short table that travels with the launch.
+// A short table that travels with the launch. Range is TreeRange<G> or CopyRange<G>.
 constexpr int kTreeListRanges = 64;
-template <class G>
-struct TreeRangeList {
-    TreeRange<G> ranges[kTreeListRanges];
-    __device__ const TreeRange<G>& operator[](int i) const { return ranges[i]; }
+template <class Range>
+struct RangeList {
+    Range ranges[kTreeListRanges];
+    __device__ const Range& operator[](int i) const { return ranges[i]; }
 };
+template <class G>
+using TreeRangeList = RangeList<TreeRange<G>>;
 
 // Table is const TreeRange<G>*, in device memory, or TreeRangeList<G>.
 template <class G, class Table>
@@ -81,6 +83,31 @@ __global__ void __launch_bounds__(kTreeThreads)
         for (size_t k = begin + threadIdx.x; k < end; k += kTreeThreads) {
             range.out[k] = tree_node(range.a[k], range.b[k]);
         }
+    }
+}
+
+template <class G>
+__global__ void __launch_bounds__(kTreeThreads)
+    copy_list_kernel(const __grid_constant__ RangeList<CopyRange<G>> ranges, int num_ranges) {
+    extern __shared__ uint32_t ends[];
+    constexpr int kPiece = kTreePiece<G>, kWidth = Packed128<G>::kSize;
+    number_pieces(ends, num_ranges, [&](int i) {
+        return static_cast<uint32_t>(ceil_div<size_t>(ranges[i].count, kPiece));
+    });
+    for (uint32_t piece = blockIdx.x; piece < ends[num_ranges - 1]; piece += gridDim.x) {
+        const int i = run_of_piece(ends, num_ranges, piece);
+        const CopyRange<G> range = ranges[i];
+        const size_t begin = static_cast<size_t>(piece - (i > 0 ? ends[i - 1] : 0)) * kPiece;
+        const size_t end = min(range.count, begin + kPiece);
+        size_t k = begin + threadIdx.x;
+        if (all_aligned(16, range.to, range.from)) {
+            const size_t whole = end / kWidth * kWidth;
+            for (k = begin + threadIdx.x * kWidth; k < whole; k += kTreeThreads * kWidth) {
+                store128(range.to + k, load128(range.from + k));
+            }
+            k = max(begin, whole) + threadIdx.x;
+        }
+        for (; k < end; k += kTreeThreads) range.to[k] = range.from[k];
     }
 }
 
@@ -122,6 +149,28 @@ inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaSt
                                           list, count, max_count);
                                   launch_check();
                               });
+    }
+}
+
+// Copies each range, bit for bit; ranges do not overlap. `ranges` CopyRange<gradX>[num_ranges] in host
+// memory, which may go once this returns. Throws Error as tree_add.
+inline void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
+    cpu::check_table("copy_list", ranges, num_ranges);
+    for (int done = 0; done < num_ranges; done += kTreeListRanges) {
+        const int some = std::min(kTreeListRanges, num_ranges - done);
+        RangeList<CopyRange<gradX>> list;
+        size_t max_count = 0;
+        for (int i = 0; i < some; ++i) {
+            list.ranges[i] = ranges[done + i];
+            max_count = std::max(max_count, list.ranges[i].count);
+        }
+        if (max_count == 0) continue;
+        for_each_table_launch(
+            some, max_count, kTreePiece<gradX>, kTreeBlocks, [&](int, int count, unsigned blocks) {
+                copy_list_kernel<gradX>
+                    <<<blocks, kTreeThreads, count * sizeof(uint32_t), stream>>>(list, count);
+                launch_check();
+            });
     }
 }
 

@@ -62,8 +62,8 @@ inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) 
 inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank, int gpus_per_node,
                                             const std::string& server_ip,
                                             const std::string& fs_path,
-                                            const std::string& init_method,
-                                            int server_port = 17171) {
+                                            const std::string& init_method, int server_port = 17171,
+                                            const CommunicatorOptions& communicator = {}) {
     detail::check_ranks(num_processes, process_rank, gpus_per_node);
     MultiGpuConfig config;
 #ifdef MULTI_GPU
@@ -86,8 +86,9 @@ inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank,
             throw Error(format("-pi %s: must be mpi, tcp or fs", init_method.c_str()));
         }
     }
-    if (config.num_processes > 1) detail::open_communicator(&config, id);
+    if (config.num_processes > 1) detail::open_communicator(&config, id, communicator);
 #else
+    (void)communicator;
     (void)server_ip;
     (void)fs_path;
     (void)init_method;
@@ -263,7 +264,10 @@ void multi_gpu_async_reduce_gradient(gradX* const (&pointers)[N], const size_t (
     if (config->num_processes == 1) return;
 #ifdef MULTI_GPU
     GradientList list = {{pointers, pointers + N}, {sizes, sizes + N}};
-    if (planted_fault() != Fault::early_reduce) nccl_waits_for(*config, compute_stream);
+    if (planted_fault() != Fault::early_reduce) {
+        nccl_waits_for(*config, compute_stream);
+        if (config->exchange != nullptr) exchange_waits_for_gradients(*config);
+    }
     if (config->exchange != nullptr) {
         exchange_gradients(*config, std::move(list));
     } else {

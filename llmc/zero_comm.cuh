@@ -59,6 +59,12 @@ struct MultiGpuConfig {
 #endif
 };
 
+// How NCCL's communicator is opened; the bits of a run do not depend on it.
+struct CommunicatorOptions {
+    int max_ctas = 0;       // thread blocks of one of NCCL's kernels, at most; 0: NCCL's own choice
+    bool blocking = false;  // the host waits inside NCCL's calls, where it does not see a rank die
+};
+
 // A time limit in seconds from the environment. Throws Error when it is not a positive number.
 inline double seconds_from_environment(const char* name, double fallback) {
     const char* text = std::getenv(name);

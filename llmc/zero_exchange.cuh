@@ -10,7 +10,9 @@
 // Bound by the wire. A list of tensors goes in rounds of a fixed size: while the pieces of one round
 // are added on a stream of their own, the next round's are on their way. What comes after the first
 // exchange (the second level, the gathering) is queued behind the next list's first exchange, so that
-// the wire does not wait for additions.
+// the wire does not wait for additions. A message costs a few microseconds however short it is, and
+// those to one rank go one after the other: the shards of a list's small tensors (biases, LayerNorm)
+// therefore travel together, copied into one place for each rank.
 #pragma once
 
 #ifdef MULTI_GPU
@@ -89,8 +91,8 @@ struct GradientList {
 };
 
 struct GradientExchange {
-    // Elements that all peers together send to a rank in one round, at most.
     static constexpr size_t kRoundElements = size_t{16} << 20;
+    static constexpr size_t kPackRatio = 16;
     static constexpr size_t kAlign = ParamLayout::kAlignElements;
 
     // A list on its way: `phase` exchanges are queued.
@@ -101,6 +103,11 @@ struct GradientExchange {
         cudaEvent_t summed = nullptr;  // the newest exchange's sums are there
     };
 
+    // Both are a matter of speed alone and change no bit; set them before plan_exchange_buffers.
+    size_t round_elements = kRoundElements;  // that all peers send to a rank in one round, at most
+    size_t pack_ratio = kPackRatio;          // tensors of at most 1/pack_ratio of a list's largest
+                                             // travel together; 0: none
+
     std::vector<ExchangeStage> stages;
     std::deque<InFlight> in_flight;  // newest first
     int next_group = 0;              // of the step
@@ -108,10 +115,13 @@ struct GradientExchange {
 
     gradX* received = nullptr;  // two halves, for two rounds
     size_t half_elements = 0;
+    gradX* staging = nullptr;  // likewise, of what this rank sends together
+    size_t staging_half_elements = 0;
     unsigned next_half = 0;
     cudaStream_t add_stream = nullptr;
-    cudaEvent_t arrived = nullptr;
-    std::array<cudaEvent_t, 2> half_free{};
+    cudaStream_t pack_stream = nullptr;
+    cudaEvent_t arrived = nullptr, packed = nullptr;
+    std::array<cudaEvent_t, 2> half_free{}, staging_free{};
     std::vector<cudaEvent_t> unused_events;
 
     GradientExchange() = default;
@@ -120,18 +130,22 @@ struct GradientExchange {
     ~GradientExchange() {
         if (add_stream == nullptr) return;
         cudaEventDestroy(arrived);
+        cudaEventDestroy(packed);
         for (cudaEvent_t event : half_free) cudaEventDestroy(event);
+        for (cudaEvent_t event : staging_free) cudaEventDestroy(event);
         for (cudaEvent_t event : unused_events) cudaEventDestroy(event);
         cudaStreamDestroy(add_stream);
+        cudaStreamDestroy(pack_stream);
     }
 
     void open() {
         int least = 0, greatest = 0;
         cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         cuda_check(cudaStreamCreateWithPriority(&add_stream, cudaStreamNonBlocking, greatest));
-        cuda_check(cudaEventCreateWithFlags(&arrived, cudaEventDisableTiming));
-        for (cudaEvent_t& event : half_free) {
-            cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        cuda_check(cudaStreamCreateWithPriority(&pack_stream, cudaStreamNonBlocking, greatest));
+        for (cudaEvent_t* event : {&arrived, &packed, &half_free[0], &half_free[1],
+                                   &staging_free[0], &staging_free[1]}) {
+            cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
         }
         for (size_t i = 0; i < stages.size() + 2; ++i) {
             cudaEvent_t event;
@@ -141,19 +155,38 @@ struct GradientExchange {
     }
 };
 
-// Elements of one half of the buffer for received pieces: what N-1 ranks send of the largest of
-// `lists` of tensor sizes, but no more than one round.
-inline size_t exchange_half_elements(const std::vector<std::vector<size_t>>& lists, int n) {
+// Which tensors of a list travel together; none when it would be one alone.
+inline std::vector<bool> packed_tensors(const std::vector<size_t>& sizes, size_t ratio) {
+    size_t largest = 0;
+    for (const size_t size : sizes) largest = std::max(largest, size);
+    std::vector<bool> packed;
+    for (const size_t size : sizes) packed.push_back(ratio > 0 && size * ratio <= largest);
+    if (std::count(packed.begin(), packed.end(), true) < 2) packed.assign(sizes.size(), false);
+    return packed;
+}
+
+// Sizes the buffers. Half of that for received pieces holds what N-1 ranks send of the largest of
+// `lists` of tensor sizes, but no more than one round; half of that for what is sent together, the
+// largest such part of a list.
+inline void plan_exchange_buffers(GradientExchange* exchange,
+                                  const std::vector<std::vector<size_t>>& lists, int n) {
     constexpr size_t kAlign = GradientExchange::kAlign;
-    size_t most = 0;
+    size_t most = 0, most_packed = 0;
     for (const std::vector<size_t>& sizes : lists) {
-        size_t shard = 0;
-        for (const size_t size : sizes) shard += (size / n + kAlign - 1) / kAlign * kAlign;
+        const std::vector<bool> is_packed = packed_tensors(sizes, exchange->pack_ratio);
+        size_t shard = 0, packed = 0;
+        for (size_t i = 0; i < sizes.size(); ++i) {
+            const size_t aligned = (sizes[i] / n + kAlign - 1) / kAlign * kAlign;
+            shard += aligned;
+            if (is_packed[i]) packed += aligned;
+        }
         most = std::max(most, shard * (n - 1));
+        most_packed = std::max(most_packed, packed * (n - 1));
     }
     // A round holds at least one aligned piece of each rank, however many there are.
     const size_t least = kAlign * static_cast<size_t>(n - 1);
-    return std::max(least, std::min(most, GradientExchange::kRoundElements));
+    exchange->half_elements = std::max(least, std::min(most, exchange->round_elements));
+    exchange->staging_half_elements = std::min(most_packed, exchange->half_elements);
 }
 
 namespace detail {
@@ -235,38 +268,102 @@ inline void add_pieces(std::vector<std::vector<gradX*>> buffers, const std::vect
     }
 }
 
-// Sends and receives one round's pieces, and queues their sums.
+// One exchange between two ranks: `count` elements each way.
+struct Message {
+    const gradX* send;
+    gradX* receive;
+    size_t count;
+    int peer;
+};
+
+// Where a rank's piece for the rank at `place` comes from.
+inline const gradX* piece_source(const ExchangeStage& stage, const GradientList& list,
+                                 const Piece& piece, size_t place, int n) {
+    const size_t shard_size = list.sizes[piece.tensor] / n;
+    return list.tensors[piece.tensor] + stage.shards[place][piece.shard] * shard_size + piece.begin;
+}
+
+// Copies the first `num_packed` pieces for each peer into the staging buffer's half `half`, where they
+// lie as the peer receives them; the NCCL stream waits for that.
+inline void pack_pieces(const MultiGpuConfig& config, const ExchangeStage& stage,
+                        const GradientList& list, const std::vector<Piece>& pieces,
+                        size_t num_packed, unsigned half, size_t room) {
+    GradientExchange& exchange = *config.exchange;
+    std::vector<CopyRange<gradX>> ranges;
+    gradX* to = exchange.staging + half * exchange.staging_half_elements;
+    for (size_t place = 0; place < stage.ranks.size(); ++place) {
+        if (place == stage.self) continue;
+        for (size_t i = 0; i < num_packed; ++i) {
+            ranges.push_back({to + pieces[i].at,
+                              piece_source(stage, list, pieces[i], place, config.num_processes),
+                              pieces[i].count});
+        }
+        to += room;
+    }
+    planted_delay("LLMC_DELAY_NCCL_US", exchange.pack_stream);
+    cuda_check(cudaStreamWaitEvent(exchange.pack_stream, exchange.staging_free[half], 0));
+    copy_list(ranges.data(), static_cast<int>(ranges.size()), exchange.pack_stream);
+    cuda_check(cudaEventRecord(exchange.packed, exchange.pack_stream));
+    cuda_check(cudaStreamWaitEvent(config.nccl_stream, exchange.packed, 0));
+}
+
+// What one round sends and receives: the first `num_packed` pieces in one message for each peer.
+inline std::vector<Message> round_messages(const MultiGpuConfig& config, const ExchangeStage& stage,
+                                           const GradientList& list,
+                                           const std::vector<Piece>& pieces, size_t num_packed,
+                                           unsigned half, size_t room, size_t staging_room) {
+    const GradientExchange& exchange = *config.exchange;
+    const gradX* staging = exchange.staging + half * exchange.staging_half_elements;
+    gradX* received = exchange.received + half * exchange.half_elements;
+    std::vector<Message> messages;
+    for (size_t place = 0; place < stage.ranks.size(); ++place) {
+        if (place == stage.self) continue;
+        const int peer = stage.ranks[place];
+        if (num_packed > 0) {
+            const Piece& last = pieces[num_packed - 1];
+            messages.push_back({staging, received, last.at + last.count, peer});
+        }
+        for (size_t i = num_packed; i < pieces.size(); ++i) {
+            messages.push_back({piece_source(stage, list, pieces[i], place, config.num_processes),
+                                received + pieces[i].at, pieces[i].count, peer});
+        }
+        staging += staging_room;
+        received += room;
+    }
+    return messages;
+}
+
+// Sends and receives one round's pieces, of which the first `num_packed` travel together, and queues
+// their sums. `room` and `staging_room`: elements for each peer in either buffer's half.
 inline void exchange_round(const MultiGpuConfig& config, const ExchangeStage& stage,
                            const GradientList& list, int group, const std::vector<Piece>& pieces,
-                           size_t room) {
+                           size_t num_packed, size_t room, size_t staging_room) {
     GradientExchange& exchange = *config.exchange;
-    const int n = config.num_processes;
     const unsigned half = exchange.next_half++ % 2;
     gradX* received = exchange.received + half * exchange.half_elements;
-    cuda_check(cudaStreamWaitEvent(config.nccl_stream, exchange.half_free[half], 0));
-    std::vector<std::vector<gradX*>> buffers;
-    for (const Piece& piece : pieces) {
-        buffers.push_back(piece_buffers(stage, list, piece, received, room, n));
+    if (num_packed > 0) {
+        pack_pieces(config, stage, list, pieces, num_packed, half, staging_room);
     }
+    cuda_check(cudaStreamWaitEvent(config.nccl_stream, exchange.half_free[half], 0));
     nccl_group(config, stage.name, group, [&] {
-        for (size_t place = 0; place < stage.ranks.size(); ++place) {
-            if (place == stage.self) continue;
-            for (size_t i = 0; i < pieces.size(); ++i) {
-                const Piece& piece = pieces[i];
-                const size_t shard_size = list.sizes[piece.tensor] / n;
-                const gradX* from = list.tensors[piece.tensor] +
-                                    stage.shards[place][piece.shard] * shard_size + piece.begin;
-                nccl_check(config,
-                           ncclSend(from, piece.count, kNcclType<gradX>, stage.ranks[place],
-                                    config.nccl_comm, config.nccl_stream),
-                           stage.name);
-                nccl_check(config,
-                           ncclRecv(buffers[i][place], piece.count, kNcclType<gradX>,
-                                    stage.ranks[place], config.nccl_comm, config.nccl_stream),
-                           stage.name);
-            }
+        for (const Message& m :
+             round_messages(config, stage, list, pieces, num_packed, half, room, staging_room)) {
+            nccl_check(config,
+                       ncclSend(m.send, m.count, kNcclType<gradX>, m.peer, config.nccl_comm,
+                                config.nccl_stream),
+                       stage.name);
+            nccl_check(config,
+                       ncclRecv(m.receive, m.count, kNcclType<gradX>, m.peer, config.nccl_comm,
+                                config.nccl_stream),
+                       stage.name);
         }
     });
+    if (num_packed > 0)
+        cuda_check(cudaEventRecord(exchange.staging_free[half], config.nccl_stream));
+    std::vector<std::vector<gradX*>> buffers;
+    for (const Piece& piece : pieces) {
+        buffers.push_back(piece_buffers(stage, list, piece, received, room, config.num_processes));
+    }
     cuda_check(cudaEventRecord(exchange.arrived, config.nccl_stream));
     cuda_check(cudaStreamWaitEvent(exchange.add_stream, exchange.arrived, 0));
     planted_delay("LLMC_DELAY_NCCL_US", exchange.add_stream);
@@ -280,22 +377,32 @@ inline void exchange_stage(const MultiGpuConfig& config, const ExchangeStage& st
     constexpr size_t kAlign = GradientExchange::kAlign;
     const size_t peers = stage.ranks.size() - 1;
     const size_t room = config.exchange->half_elements / peers / kAlign * kAlign;
+    const size_t staging_room = config.exchange->staging_half_elements / peers / kAlign * kAlign;
+    const std::vector<bool> is_packed = packed_tensors(list.sizes, config.exchange->pack_ratio);
     std::vector<Piece> pieces;
-    size_t used = 0;
+    size_t used = 0, num_packed = 0;
     const auto flush = [&] {
-        if (!pieces.empty()) exchange_round(config, stage, list, group, pieces, room);
+        if (pieces.empty()) return;
+        exchange_round(config, stage, list, group, pieces, num_packed, room, staging_room);
         pieces.clear();
-        used = 0;
+        used = num_packed = 0;
     };
-    for (size_t tensor = 0; tensor < list.sizes.size(); ++tensor) {
+    const auto add = [&](size_t tensor, size_t shard) {
         const size_t shard_size = list.sizes[tensor] / config.num_processes;
-        for (size_t shard = 0; shard < stage.shards[stage.self].size(); ++shard) {
-            for (size_t begin = 0; begin < shard_size;) {
-                const size_t count = std::min(shard_size - begin, room - used);
-                pieces.push_back({tensor, shard, begin, count, used});
-                used = (used + count + kAlign - 1) / kAlign * kAlign;
-                begin += count;
-                if (used == room) flush();
+        for (size_t begin = 0; begin < shard_size;) {
+            const size_t count = std::min(shard_size - begin, room - used);
+            pieces.push_back({tensor, shard, begin, count, used});
+            if (is_packed[tensor]) ++num_packed;
+            used = (used + count + kAlign - 1) / kAlign * kAlign;
+            begin += count;
+            if (used == room) flush();
+        }
+    };
+    for (const bool packed : {true, false}) {
+        for (size_t tensor = 0; tensor < list.sizes.size(); ++tensor) {
+            if (is_packed[tensor] != packed) continue;
+            for (size_t shard = 0; shard < stage.shards[stage.self].size(); ++shard) {
+                add(tensor, shard);
             }
         }
     }
@@ -322,7 +429,10 @@ inline void advance_lists(const MultiGpuConfig& config) {
     GradientExchange& exchange = *config.exchange;
     for (GradientExchange::InFlight& each : exchange.in_flight) {
         // What this rank sends now may be a sum that its other stream has still to make.
-        if (each.phase > 0) cuda_check(cudaStreamWaitEvent(config.nccl_stream, each.summed, 0));
+        if (each.phase > 0) {
+            cuda_check(cudaStreamWaitEvent(config.nccl_stream, each.summed, 0));
+            cuda_check(cudaStreamWaitEvent(exchange.pack_stream, each.summed, 0));
+        }
         if (each.phase < exchange.stages.size()) {
             exchange_stage(config, exchange.stages[each.phase], each.list, each.group);
             cuda_check(cudaEventRecord(each.summed, exchange.add_stream));
@@ -340,7 +450,13 @@ inline void advance_lists(const MultiGpuConfig& config) {
 
 }  // namespace detail
 
-// Queues the reduction of a list whose gradients the NCCL stream may read now.
+// The streams of the exchange go on when the compute stream has come to where compute_nccl_sync was
+// recorded last.
+inline void exchange_waits_for_gradients(const MultiGpuConfig& config) {
+    cuda_check(cudaStreamWaitEvent(config.exchange->pack_stream, config.compute_nccl_sync, 0));
+}
+
+// Queues the reduction of a list whose gradients the streams of the exchange may read now.
 inline void exchange_gradients(const MultiGpuConfig& config, GradientList list) {
     GradientExchange& exchange = *config.exchange;
     GradientExchange::InFlight next;

@@ -365,12 +365,14 @@ inline ncclUniqueId start_by_fs(MultiGpuConfig* config, int gpus_per_node,
     return id;
 }
 
-inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id) {
+inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id,
+                              const CommunicatorOptions& communicator) {
     const double step_limit_s = config->time_limit_s;
     config->time_limit_s = init_limit();
     cuda_check(cudaSetDevice(config->local_device_idx));
     ncclConfig_t options = NCCL_CONFIG_INITIALIZER;
-    options.blocking = 0;
+    options.blocking = communicator.blocking ? 1 : 0;
+    if (communicator.max_ctas > 0) options.maxCTAs = communicator.max_ctas;
     const ncclResult_t result = ncclCommInitRankConfig(&config->nccl_comm, config->num_processes,
                                                        id, config->process_rank, &options);
     nccl_check(*config, result, "the start of NCCL");

@@ -69,4 +69,17 @@ void tree_add_list(const TreeRange<G>* ranges, int num_ranges, cudaStream_t stre
     });
 }
 
+// Copies each range, bit for bit; ranges do not overlap. `ranges` CopyRange<G>[num_ranges] in host
+// memory, which may go once this returns. Throws Error as tree_add.
+template <class G>
+void copy_list(const CopyRange<G>* ranges, int num_ranges, cudaStream_t stream) {
+    check_table("copy_list", ranges, num_ranges);
+    const std::vector<CopyRange<G>> list(ranges, ranges + num_ranges);
+    enqueue(stream, [list] {
+        for (const CopyRange<G>& range : list) {
+            std::memcpy(static_cast<void*>(range.to), range.from, range.count * sizeof(G));
+        }
+    });
+}
+
 }  // namespace llmc::cpu

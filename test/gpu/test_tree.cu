@@ -176,6 +176,28 @@ TEST(GpuTree, OutMayBeEitherOperand) {
     EXPECT_TRUE(same_bits(into_b.download(), twin_sum(a, b)));
 }
 
+// More ranges than one launch takes, of many lengths, aligned or not.
+TEST(GpuTree, CopiedRangesHaveTheirBitsAndNothingElseIsTouched) {
+    const std::vector<size_t> counts = {1, 0, 7, 767, 768, 2047, 4096, 4097, 40001};
+    const size_t num_ranges = 2 * kTreeListRanges + 3;
+    std::vector<std::vector<gradX>> expected;
+    std::vector<std::unique_ptr<DeviceGuarded<gradX>>> to, from;
+    std::vector<CopyRange<gradX>> ranges;
+    for (size_t i = 0; i < num_ranges; ++i) {
+        expected.push_back(
+            normal_values<gradX>(counts[i % counts.size()], static_cast<uint32_t>(i + 1)));
+        from.push_back(std::make_unique<DeviceGuarded<gradX>>(expected[i], i % 2));
+        to.push_back(std::make_unique<DeviceGuarded<gradX>>(expected[i].size(), i % 4 / 2));
+        ranges.push_back({to[i]->get(), from[i]->get(), expected[i].size()});
+    }
+    copy_list(ranges.data(), static_cast<int>(num_ranges), nullptr);
+    std::fill(ranges.begin(), ranges.end(), CopyRange<gradX>{});
+    for (size_t i = 0; i < num_ranges; ++i) {
+        EXPECT_TRUE(same_bits(to[i]->download(), expected[i])) << expected[i].size();
+        to[i]->expect_guards_intact("to");
+    }
+}
+
 TEST(GpuTree, PiecesAreNumberedThroughTheirRuns) {
     const std::vector<uint32_t> pieces = {0, 3, 0, 0, 1, 5, 0};
     std::vector<uint32_t> ends;
@@ -194,6 +216,8 @@ TEST(GpuTree, BadArgumentsAreRefused) {
     EXPECT_THROW(tree_add(&range, -1, 1, nullptr), Error);
     EXPECT_THROW(tree_add(nullptr, 1, 1, nullptr), Error);
     EXPECT_NO_THROW(tree_add(nullptr, 0, 0, nullptr));
+    EXPECT_THROW(copy_list(nullptr, 1, nullptr), Error);
+    EXPECT_NO_THROW(copy_list(nullptr, 0, nullptr));
 }
 
 TEST(GpuTree, Bandwidth) {

@@ -266,6 +266,23 @@ TEST(TreeAdd, BadArgumentsAreRefused) {
     EXPECT_THROW(cpu::tree_add_list(&range, -1, nullptr), Error);
     EXPECT_THROW(cpu::tree_add_list<float>(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::tree_add_list<float>(nullptr, 0, nullptr));
+    EXPECT_THROW(cpu::copy_list<float>(nullptr, 1, nullptr), Error);
+    EXPECT_NO_THROW(cpu::copy_list<float>(nullptr, 0, nullptr));
+}
+
+TEST(CopyList, CopiesEachRangeAndNothingElse) {
+    const float from[] = {1.0f, 2.0f, 3.0f, 4.0f};
+    float to[] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    StreamGate gate;
+    gate.close(nullptr);
+    {
+        CopyRange<float> ranges[] = {{to + 3, from, 1}, {to, from + 2, 2}, {to, from, 0}};
+        cpu::copy_list(ranges, 3, nullptr);
+        ranges[0] = {nullptr, nullptr, 1};
+    }
+    gate.open();
+    cudaDeviceSynchronize();
+    EXPECT_EQ((std::vector<float>(to, to + 5)), (std::vector<float>{3.0f, 4.0f, 0.0f, 1.0f, 0.0f}));
 }
 
 }  // namespace

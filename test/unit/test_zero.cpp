@@ -186,10 +186,29 @@ TEST(OwnersTree, AddsTwoFourAndEightPiecesWhereverTheOwnOneIs) {
     }
 }
 
+size_t half_elements(const std::vector<std::vector<size_t>>& lists, int n) {
+    GradientExchange exchange;
+    plan_exchange_buffers(&exchange, lists, n);
+    return exchange.half_elements;
+}
+
 TEST(Exchange, RoomForOneRoundAndForOneAlignedPieceOfEachRank) {
-    EXPECT_EQ(exchange_half_elements({{256, 1024}}, 2), 128u + 512u);
-    EXPECT_EQ(exchange_half_elements({{size_t{1} << 30}}, 2), GradientExchange::kRoundElements);
-    EXPECT_EQ(exchange_half_elements({{8}}, 8), 7u * 128u);
+    EXPECT_EQ(half_elements({{256, 1024}}, 2), 128u + 512u);
+    EXPECT_EQ(half_elements({{size_t{1} << 30}}, 2), GradientExchange::kRoundElements);
+    EXPECT_EQ(half_elements({{8}}, 8), 7u * 128u);
+}
+
+TEST(Exchange, SmallTensorsTravelTogether) {
+    using Flags = std::vector<bool>;
+    EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 16), (Flags{true, false, true, false}));
+    EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 0), (Flags{false, false, false, false}));
+    EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 1), (Flags{true, true, true, true}));
+    EXPECT_EQ(packed_tensors({100, 1600}, 16), (Flags{false, false})) << "one alone gains nothing";
+
+    GradientExchange exchange;
+    plan_exchange_buffers(&exchange, {{4096, 128, 16}, {64, 4096, 8, 8}}, 4);
+    EXPECT_EQ(exchange.half_elements, 3u * (1024 + 3 * 128));
+    EXPECT_EQ(exchange.staging_half_elements, 3u * 3 * 128);
 }
 
 #endif  // MULTI_GPU

@@ -1,0 +1,138 @@
+// The reduction across ranks as a whole, on ranks that are threads here: the owner's sums, however a list
+// is cut into rounds and whatever travels together.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+#include <vector>
+
+#include "llmc/cpu/tree.h"
+#include "llmc/net.h"
+#include "llmc/zero.cuh"
+
+#ifdef MULTI_GPU
+
+namespace llmc {
+namespace {
+
+constexpr size_t kSizes[] = {4096, 24, 8192, 1000, 16, 512};
+constexpr size_t kTensors = std::size(kSizes);
+
+gradX value(int rank, size_t tensor, size_t i) {
+    const double angle = 1.0 + 3.0 * rank + 0.37 * static_cast<double>(tensor) + 0.9 * i;
+    return from_float<gradX>(static_cast<float>(std::sin(angle)));
+}
+
+gradX expected_sum(int n, size_t tensor, size_t i) {
+    std::vector<gradX> sums;
+    for (int rank = 0; rank < n; ++rank) sums.push_back(value(rank, tensor, i));
+    for (int step = 1; step < n; step *= 2) {
+        for (int left = 0; left < n; left += 2 * step) {
+            sums[left] = cpu::tree_node(sums[left], sums[left + step]);
+        }
+    }
+    return sums[0];
+}
+
+// One rank's gradients, and the exchange set up with this round and ratio.
+struct Exchanged {
+    Exchanged(MultiGpuConfig* config, size_t round, size_t ratio) {
+        ReductionPlan plan;
+        plan.num_processes = config->num_processes;
+        multi_gpu_plan_reduction(config, plan);
+        GradientExchange& exchange = *config->exchange;
+        exchange.round_elements = round;
+        exchange.pack_ratio = ratio;
+        const std::vector<size_t> sizes(kSizes, kSizes + kTensors);
+        plan_exchange_buffers(&exchange, {sizes}, config->num_processes);
+        received = DeviceBuffer<gradX>(2 * exchange.half_elements);
+        staging = DeviceBuffer<gradX>(2 * exchange.staging_half_elements);
+        exchange.received = received.get();
+        exchange.staging = staging.get();
+        exchange.open();
+        for (size_t t = 0; t < kTensors; ++t) {
+            tensors[t] = DeviceBuffer<gradX>(kSizes[t]);
+            for (size_t i = 0; i < kSizes[t]; ++i) {
+                tensors[t].get()[i] = value(config->process_rank, t, i);
+            }
+        }
+    }
+    void reduce(MultiGpuConfig* config, cudaStream_t stream) {
+        gradX* pointers[kTensors];
+        for (size_t t = 0; t < kTensors; ++t) pointers[t] = tensors[t].get();
+        multi_gpu_async_reduce_gradient(pointers, kSizes, config, stream);
+        multi_gpu_finish_reduction(config, stream);
+        wait_for_stream(*config, "the test", stream);
+    }
+    DeviceBuffer<gradX> received, staging, tensors[kTensors];
+};
+
+// Elements of this rank's shards, or of all, that are not the tree's sum.
+size_t count_wrong(const Exchanged& done, const MultiGpuConfig& config) {
+    size_t wrong = 0;
+    for (size_t t = 0; t < kTensors; ++t) {
+        const ShardInfo part = multi_gpu_get_shard_offset(kSizes[t], &config, 1);
+        for (size_t i = part.offset; i < part.offset + part.size; ++i) {
+            const float sum = to_float(expected_sum(config.num_processes, t, i));
+            wrong += to_float(done.tensors[t].get()[i]) != sum;
+        }
+    }
+    return wrong;
+}
+
+// Runs body(config) as each of n ranks, `per_node` of them on a node.
+template <class Body>
+void as_ranks(int n, int per_node, Body&& body) {
+    net::Socket probe = net::listen_on("127.0.0.1", 0, "the test");
+    const int port = net::local_port(probe);
+    probe.close();
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < n; ++rank) {
+        threads.emplace_back([&, rank] {
+            MultiGpuConfig config =
+                multi_gpu_config_init(n, rank, per_node, "127.0.0.1", "", "tcp", port);
+            body(&config);
+            multi_gpu_config_free(&config);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+void check_all_ways(int n, int per_node, int zero_stage) {
+    as_ranks(n, per_node, [&](MultiGpuConfig* config) {
+        config->zero_stage = zero_stage;
+        cudaStream_t stream;  // the default one would be the same for all ranks
+        cuda_check(cudaStreamCreate(&stream));
+        for (const size_t round : {size_t{384}, size_t{3000}, size_t{1} << 20}) {
+            for (const size_t ratio : {0, 1, 16}) {
+                Exchanged exchanged(config, round, ratio);
+                exchanged.reduce(config, stream);
+                EXPECT_EQ(count_wrong(exchanged, *config), 0u)
+                    << n << " ranks, " << per_node << " on a node, ZeRO-" << zero_stage
+                    << ", rounds of " << round << ", ratio " << ratio;
+                config->exchange.reset();
+            }
+        }
+        cudaStreamDestroy(stream);
+    });
+}
+
+TEST(ExchangeOfTwoRanks, EveryWayToSendGivesTheTreesSums) {
+    check_all_ways(2, 8, 0);
+    check_all_ways(2, 8, 1);
+}
+
+TEST(ExchangeOfFourRanks, EveryWayToSendGivesTheTreesSums) {
+    check_all_ways(4, 8, 0);
+    check_all_ways(4, 8, 1);
+}
+
+TEST(ExchangeOfTwoNodes, EveryWayToSendGivesTheTreesSums) {
+    check_all_ways(4, 2, 0);
+    check_all_ways(4, 2, 1);
+}
+
+}  // namespace
+}  // namespace llmc
+
+#endif  // MULTI_GPU
