@@ -354,6 +354,14 @@ bool reduces_in_order(const cublasLtMatmulAlgo_t& algorithm) {
            scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 }
 
+// Whether the trainer could take it from the table.
+bool accepted(CublasLt& lt, const Workbench& bench, const cublasLtMatmulAlgo_t& algorithm) {
+    TunedProduct row{};
+    std::copy(std::begin(algorithm.data), std::end(algorithm.data), row.algorithm.begin());
+    Product product = bench.product();  // the same descriptors
+    return matmul_detail::take_tuned(lt, row, &product);
+}
+
 // The heuristic's first, then what it names for the trainer's workspace, then for none.
 std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int count) {
     std::vector<Candidate> candidates;
@@ -367,6 +375,7 @@ std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int
                 candidates.begin(), candidates.end(),
                 [&](const Candidate& candidate) { return same(candidate.algorithm, result.algo); });
             if (known || !reduces_in_order(result.algo)) continue;
+            if (!candidates.empty() && !accepted(lt, bench, result.algo)) continue;
             candidates.push_back(
                 {result.algo, result.workspaceSize, static_cast<int>(candidates.size())});
         }

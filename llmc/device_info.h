@@ -24,6 +24,7 @@
 #include "llmc/precision.h"
 #ifndef LLMC_CPU
 #include "llmc/attention.cuh"
+#include "llmc/matmul_table.h"
 #endif
 
 namespace llmc {
@@ -252,6 +253,8 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
     return {{"CUDA runtime", std::to_string(runtime)},
             {"CUDA driver", std::to_string(driver)},
             {"cuBLASLt", std::to_string(cublasLtGetVersion())},
+            {"cuBLASLt algorithms",
+             format("%016llx", static_cast<unsigned long long>(hash_tuned(tuned_products())))},
             {"attention", attention_backend(64)}};
 }
 

@@ -359,6 +359,22 @@ inline int matmul_gelu_fusion(int asked, int rows, int C, int OC) {
     return 2;
 }
 
+// Who multiplies, for the plan that is printed: for how many of the products of a micro-batch of
+// `rows` positions the table has an algorithm. Arguments as model_products'.
+inline std::string matmul_backend(int rows, int layers, int C, int padded_vocab, int gelu_fusion) {
+    matmul_detail::CublasLt& lt = matmul_detail::cublaslt();
+    matmul_detail::open(lt);
+    const ProductTypes types{sizeof(floatX) == 4, sizeof(gradX) == 4, lt.tf32};
+    size_t all = 0, tuned = 0;
+    for (const ModelProduct& product :
+         model_products(types, rows, layers, C, padded_vocab, gelu_fusion)) {
+        ++all;
+        tuned += find_tuned(*lt.table, lt.gpu, cublasLtGetVersion(), product_name(product.key)) !=
+                 nullptr;
+    }
+    return format("cuBLASLt, measured algorithms for %zu of %zu", tuned, all);
+}
+
 // pre (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null; out (rows,OC) =
 // gelu(pre). With `fuse` in one product where the library has it: GELU then sees the sum before it
 // is rounded to pre. Else by matmul_forward and gelu_forward.

@@ -282,6 +282,9 @@ inline void print_plan(const Run& run) {
         format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
                config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
     print_row(run, "attention", attention_backend(config.channels / config.num_heads));
+    print_row(run, "matrix products",
+              matmul_backend(options.batch_size * options.seq_len, config.num_layers,
+                             config.channels, config.padded_vocab_size, run.model.gelu_fusion));
     print_row(run, "GELU", gelu_fusion_text(run.model.gelu_fusion));
     print_row(run, "parameters", format("%zu", run.model.layout.num_parameters()));
     print_row(
