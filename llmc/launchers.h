@@ -96,6 +96,8 @@
 //       is TreeRange<G>[num_ranges] in device memory; max_count its largest count.
 //   tree_add_list(ranges, num_ranges, stream)
 //       The same with a table in host memory, which may go once the launcher returns.
+//   copy_list(ranges, num_ranges, stream)
+//       to = from, bit for bit, each range. CopyRange<G>[num_ranges] in host memory, likewise.
 //   global_norm_chunks(sums double (num_chunks), chunks, num_chunks, max_count, scratch, stream)
 //       sums[i] = sum of squares of chunk i in double, split by the chunk's size alone.
 //   decide_step(state, losses double (num_losses), num_losses, sums double (num_sums), num_sums,
