@@ -13,7 +13,7 @@
 
 #include "llmc/peers.h"
 
-namespace llmc::test {
+namespace llmc::peer_test {
 
 namespace hs = llmc::handshake;
 
@@ -139,4 +139,4 @@ inline hs::MessageBytes hello_bytes(int rank, int size, uint32_t version = hs::k
     return hs::encode(hello);
 }
 
-}  // namespace llmc::test
+}  // namespace llmc::peer_test

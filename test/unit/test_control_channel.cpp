@@ -13,7 +13,7 @@
 #include "test/unit/child_process.h"
 #include "test/unit/peer_ranks.h"
 
-namespace llmc::test {
+namespace llmc::peer_test {
 namespace {
 
 // ---- a rank in a process of its own, that can be killed or stopped
@@ -45,14 +45,14 @@ std::string run_child_rank() {
     _exit(0);
 }
 
-const ChildMode child_mode("peers", run_child_rank);
+const test::ChildMode child_mode("peers", run_child_rank);
 
 class Child {
   public:
     Child(int rank, int size, int port) {
         std::vector<std::string> variables;
         for (char** entry = environ; *entry != nullptr; ++entry) variables.emplace_back(*entry);
-        variables.push_back(std::string(kModeVariable) + "=peers");
+        variables.push_back(std::string(test::kModeVariable) + "=peers");
         variables.push_back("TEST_RANK=" + std::to_string(rank));
         variables.push_back("TEST_SIZE=" + std::to_string(size));
         variables.push_back("TEST_PORT=" + std::to_string(port));
@@ -388,4 +388,4 @@ TEST(ControlChannel, ProgressIsReadInOnePiece) {
 }
 
 }  // namespace
-}  // namespace llmc::test
+}  // namespace llmc::peer_test

@@ -10,7 +10,7 @@
 
 #include "test/unit/peer_ranks.h"
 
-namespace llmc::test {
+namespace llmc::peer_test {
 namespace {
 
 // ---- the start
@@ -450,4 +450,4 @@ TEST(Peers, IdleConnectionsBeyondTheBoundKeepNobodyOut) {
 }
 
 }  // namespace
-}  // namespace llmc::test
+}  // namespace llmc::peer_test
