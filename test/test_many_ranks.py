@@ -178,7 +178,8 @@ def test_outside_the_set_it_trains_and_says_that_equality_is_off(
     run = lab.many(trainers[precision], count, way, args)
     said = "bit equality across GPU counts is off"
     off = [line for line in run.stdout.splitlines() if said in line]
-    assert len(off) == 1 and str(count) in off[0], f"{run}"
+    why = f"{count} processes do not divide the width {width(micro, limit)}"
+    assert off == [f"{said}: {why}"], f"{run}"
     assert f"{count}, ZeRO stage {zero}" in run.first.stdout, f"{run}"
     one = lab.one(trainers[precision], without(args, "-z"))
     assert "bit equality" not in one.stdout
@@ -231,7 +232,8 @@ def test_sizes_that_eight_does_not_divide(
     model = f"custom:L2C{channels}H2T32V300"
     args = lab.args(8, {"-z": 1, "-e": model, "-x": 5})
     run = lab.many(bf16, count, "tcp", args)
-    assert "bit equality across GPU counts is off" in run.stdout, f"{run}"
+    why = f"the width 8 does not divide the {channels} elements of ln1w"
+    assert f"bit equality across GPU counts is off: {why}\n" in run.stdout, f"{run}"
     assert (count == 8) == ("Can't equally partition parameters" in run.stdout), f"{run}"
     assert f"{count}, ZeRO stage {1 if count == 2 else 0}" in run.first.stdout, f"{run}"
     one = lab.one(bf16, without(args, "-z"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -185,6 +186,24 @@ def test_nccl_289_582_three_of_four_ranks(lab: Lab, bf16: Trainer, way: str) -> 
 
 
 @pytest.mark.parametrize("way", ["tcp", "fs"])
+def test_a_rank_that_dies_while_others_are_awaited(lab: Lab, bf16: Trainer, way: str) -> None:
+    """Started again, it takes its place; if not, it is named beside the missing one."""
+    args = lab.args(6, {"-x": 3})
+    with Ranks(bf16, 3, way, args, lab.folder, only=[0, 1], env=SHORT) as ranks:
+        time.sleep(0.5)
+        ranks.signal(1, signal.SIGKILL)
+        ranks.start(1)
+        ranks.start(2)
+        assert_all_end_well(ranks.wait())
+    with Ranks(bf16, 3, way, args, lab.folder, only=[0, 1], env=SHORT) as ranks:
+        time.sleep(0.5)
+        ranks.signal(1, signal.SIGKILL)
+        run = ranks.wait()
+    assert_in_time(run, INIT_LIMIT + 3)
+    assert_refused(run.first, "rank 2", "rank 1")
+
+
+@pytest.mark.parametrize("way", ["tcp", "fs"])
 def test_rank_0_is_missing(lab: Lab, bf16: Trainer, way: str) -> None:
     run = run_ranks(bf16, 3, way, short(lab), lab.folder, only=[1, 2], env=SHORT)
     assert_in_time(run, INIT_LIMIT + 3)
@@ -282,6 +301,24 @@ def test_ranks_of_two_jobs_do_not_mix(lab: Lab, bf16: Trainer, way: str) -> None
     run = run_ranks(bf16, 2, way, short(lab), lab.folder, env=env)
     assert_all_refused(run, "rank 1")
     assert_in_time(run, INIT_LIMIT + 4)
+
+
+def test_two_jobs_in_one_shared_folder(lab: Lab, bf16: Trainer, tmp_path: Path) -> None:
+    """Told apart by their tokens, both are served."""
+
+    def start(token: str) -> Ranks:
+        env = {**SHORT, "LLMC_JOB_TOKEN": token}
+        return Ranks(bf16, 2, "fs", short(lab), lab.folder, env, init=["-pf", tmp_path], only=[0])
+
+    with start("one") as one:
+        one.wait_until((tmp_path / ID_FILE).exists)
+        with start("two") as two:
+            time.sleep(0.3)
+            for ranks in (one, two):
+                ranks.start(1)
+            for ranks in (one, two):
+                assert_all_end_well(ranks.wait())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_llmc_426_632_ranks_without_mpirun_are_no_lone_runs(
@@ -523,6 +560,26 @@ def test_data_that_one_rank_alone_sees_as_bad(
     assert_all_refused(run, "-i" if what == "other length" else "data.bin")
     assert_in_time(run, 10)
     assert not out.exists(), "written in spite of the error"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_data_that_one_rank_cannot_read_any_more(
+    lab: Lab, bf16: Trainer, tmp_path: Path, way: str
+) -> None:
+    """In mid-training: the others wait for this rank, and are told why in vain."""
+    for rank in range(3):
+        place = tmp_path / str(rank)
+        place.mkdir()
+        shutil.copy(lab.work.train, place / "data.bin")
+    args = lab.args(6, {"-i": "data.bin", "-x": 1000000})
+    with Ranks(bf16, 3, way, args, lab.folder,
+               prefix=lambda rank: ["env", "-C", str(tmp_path / str(rank))]) as ranks:
+        ranks.wait_for_step(3)
+        os.truncate(tmp_path / "2" / "data.bin", HEADER_BYTES)
+        begin = time.monotonic()
+        run = ranks.wait(30)
+    assert time.monotonic() - begin < 10, f"{run}"
+    assert_all_refused(run, "rank 2", "data.bin")
 
 
 def test_bad_input_that_all_ranks_see_is_said_once(lab: Lab, bf16: Trainer, tmp_path: Path) -> None:
