@@ -17,7 +17,7 @@ CPU_ARCH ?= native
 GPU_ARCH ?=
 ## address or thread: CPU build under that sanitizer
 SANITIZE ?=
-## 1: CPU build with the faults and delays that tests plant (llmc/test_switches.h)
+## 1: build with the faults and delays that tests plant (llmc/test_switches.h)
 SWITCHES ?=
 ## 1 or 0: are warnings errors? (empty: up to g++ 12, since newer ones warn of more)
 WERROR ?=
@@ -82,7 +82,7 @@ need = $(if $(INCLUDE_DIRS),,$(error the C++ compiler $(CXX) does not run: apt-g
 DEPFLAGS = -MMD -MP -MF $@.d -MT $@
 
 ifneq ($(filter-out help clean distclean,$(or $(MAKECMDGOALS),all)),)
-include mk/find.mk mk/cpu.mk mk/cuda.mk
+include mk/find.mk mk/cpu.mk mk/cuda.mk mk/bench.mk
 endif
 
 # ---- programs
@@ -106,9 +106,13 @@ unit_tests: $(CPU_DIR)/unit_tests
 ## The GPU tests, not run
 gpu_tests: $(CUDA_DIR)/gpu_tests
 
-# For scripts: which one `all` is.
+# For scripts: which one `all` is; what ./grade runs, with its checks of single functions.
 print-trainer:
 	@echo $(TRAINER)
+print-grade-cpu:
+	@echo $(CPU_DIR)/train_gpt2cpu $(CPU_DIR)/grade_checks
+print-grade-gpu:
+	@echo $(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/grade_checks
 
 # ---- tests
 PYTHON := $(or $(wildcard .venv/bin/python),python3)
@@ -126,11 +130,12 @@ RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUI
 
 build_tests: check-deps
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit
-	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit grade_checks
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 train_only
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
 train_only: $(CPU_DIR)/train_gpt2cpu
+grade_checks: $(CPU_DIR)/grade_checks
 train_and_unit: train_only $(CPU_DIR)/unit_tests
 
 ## All that needs no GPU and little time: unit tests, sanitizers, Python tests
@@ -183,6 +188,10 @@ bench: $(TRAINER) data
 tune: $(CUDA_DIR)/tune
 	@$< $(TUNE_ARGS)
 
+## Bandwidth of the gradient reduction beside NCCL's own (without a GPU: the CPU stand-in)
+bench_comm: $(COMM_PROGRAM)
+	@PROGRAM=$(COMM_PROGRAM) dev/bench/comm.sh $(ARGS)
+
 ## Say what was found on this machine and what is missing
 check-deps:
 	@$(if $(filter 0,$(REPORT)),:,printf '%s\n' $(REPORT_LINES))
@@ -214,5 +223,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    test_sanitize test_full test_gpu check print-trainer demo data bench tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu check print-trainer demo data bench bench_comm tune check-deps setup \
     clean distclean help FORCE

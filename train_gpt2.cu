@@ -288,7 +288,8 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
 
     // Summed over the step, gradients must come out as the mean over its d tokens; on the plain path
     // ncclAvg divides by N, so only this rank's share is divided here.
-    const int summed = plan.canonical ? plan.num_micro_batches : plan.micro_per_rank();
+    int summed = plan.canonical ? plan.num_micro_batches : plan.micro_per_rank();
+    if (planted_fault() == Fault::divided_twice) summed *= plan.num_processes;
     const float dloss = 1.0f / (static_cast<float>(rows) * static_cast<float>(summed));
     gpt2_logits(model, 0, rows);
     fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size, Vp,

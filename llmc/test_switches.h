@@ -31,13 +31,47 @@ enum class Fault {
     rank_seed,          // stochastic rounding depends on the rank
     early_reduce,       // a reduction starts before its gradients are final
     early_gather,       // an all-gather starts before its update
+    mpi_rank,           // ranks are numbered the other way round than MPI does
+    fs_id,              // all but rank 0 get another NCCL id from the shared folder
+    tcp_id,             // likewise over TCP
+    local_index,        // lower ranks of other hosts count
+    no_free,            // the communicator is not closed
+    no_barrier,         // a barrier does not wait
+    no_float_sum,       // a sum of host values is this rank's value
+    shard_offset,       // every rank's shard is the first one
+    zero_configs,       // ZeRO-1 although the parameters do not divide
+    host_waits,         // the host waits for the gradients before it queues their reduction
+    zero0_no_gather,    // the shards' sums stay with their owners
+    zero1_wrong_shard,  // a rank sums its neighbour's shard
+    no_weight_gather,   // updated weights stay with their owners
+    divided_twice,      // the mean over ranks is divided by their number once more
 };
 
 #ifdef LLMC_TEST_SWITCHES
 
-constexpr std::array<const char*, 9> kFaults = {"",           "owner_fp32",   "swapped_children",
-                                                "fused_leaf", "round_robin",  "rank_order_chunks",
-                                                "rank_seed",  "early_reduce", "early_gather"};
+constexpr std::array<const char*, 23> kFaults = {"",
+                                                 "owner_fp32",
+                                                 "swapped_children",
+                                                 "fused_leaf",
+                                                 "round_robin",
+                                                 "rank_order_chunks",
+                                                 "rank_seed",
+                                                 "early_reduce",
+                                                 "early_gather",
+                                                 "mpi_rank",
+                                                 "fs_id",
+                                                 "tcp_id",
+                                                 "local_index",
+                                                 "no_free",
+                                                 "no_barrier",
+                                                 "no_float_sum",
+                                                 "shard_offset",
+                                                 "zero_configs",
+                                                 "host_waits",
+                                                 "zero0_no_gather",
+                                                 "zero1_wrong_shard",
+                                                 "no_weight_gather",
+                                                 "divided_twice"};
 
 inline Fault planted_fault() {
     static const Fault fault = [] {

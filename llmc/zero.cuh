@@ -6,6 +6,7 @@
 // zero_exchange.cuh the reduction that gives the same bits on every number of GPUs.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <string>
@@ -107,6 +108,7 @@ inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank,
 
 // Closes the communicator in an orderly way; all ranks call it. Waits.
 inline void multi_gpu_config_free(MultiGpuConfig* config) {
+    if (planted_fault() == Fault::no_free) return;
 #ifdef MULTI_GPU
     if (config->num_processes > 1) detail::close_communicator(config);
     detail::end_mpi(config);
@@ -119,7 +121,7 @@ inline void multi_gpu_config_free(MultiGpuConfig* config) {
 // Sum of `value` over all ranks. Waits.
 inline float multi_gpu_cpu_float_sum(float value, const MultiGpuConfig* config) {
 #ifdef MULTI_GPU
-    if (config->num_processes > 1) {
+    if (config->num_processes > 1 && planted_fault() != Fault::no_float_sum) {
         *config->unified_buffer = value;
         nccl_group(*config, "sum of a number", -1, [&] {
             nccl_check(*config,
@@ -137,6 +139,7 @@ inline float multi_gpu_cpu_float_sum(float value, const MultiGpuConfig* config) 
 
 // Returns when every rank has called it.
 inline void multi_gpu_barrier(const MultiGpuConfig* config) {
+    if (planted_fault() == Fault::no_barrier) return;
     multi_gpu_cpu_float_sum(0.0f, config);
 }
 
@@ -188,6 +191,7 @@ inline ShardInfo multi_gpu_get_shard_offset(size_t elements, const MultiGpuConfi
                            config->num_processes));
     }
     const size_t size = elements / config->num_processes;
+    if (planted_fault() == Fault::shard_offset) return {0, size};
     return {config->process_rank * size, size};
 }
 
@@ -204,6 +208,7 @@ inline std::string set_zero_configs(MultiGpuConfig* config, int zero_stage,
     layout.for_each_layer([&](const ParamInfo& info, size_t) {
         divides = divides && layout.layer_elements(info.id) % n == 0;
     });
+    divides = divides || planted_fault() == Fault::zero_configs;
     if (!divides) return "Can't equally partition parameters: using ZeRO stage 0";
     config->zero_stage = 1;
     config->shard_num_parameters = total_parameters / n;
@@ -221,7 +226,12 @@ inline void multi_gpu_plan_reduction(MultiGpuConfig* config, const ReductionPlan
     if (config->num_processes == 1 || !plan.canonical) return;
     config->exchange = std::make_shared<GradientExchange>();
     config->exchange->stages = exchange_stages(config->nodes, config->process_rank);
-    config->exchange->gather = config->zero_stage == 0;
+    config->exchange->gather = config->zero_stage == 0 && planted_fault() != Fault::zero0_no_gather;
+    if (planted_fault() == Fault::zero1_wrong_shard && config->zero_stage == 1) {
+        for (ExchangeStage& stage : config->exchange->stages) {
+            std::rotate(stage.shards.begin(), stage.shards.begin() + 1, stage.shards.end());
+        }
+    }
 #endif
 }
 
@@ -264,6 +274,7 @@ void multi_gpu_async_reduce_gradient(gradX* const (&pointers)[N], const size_t (
     if (config->num_processes == 1) return;
 #ifdef MULTI_GPU
     GradientList list = {{pointers, pointers + N}, {sizes, sizes + N}};
+    if (planted_fault() == Fault::host_waits) cuda_check(cudaStreamSynchronize(compute_stream));
     if (planted_fault() != Fault::early_reduce) {
         nccl_waits_for(*config, compute_stream);
         if (config->exchange != nullptr) exchange_waits_for_gradients(*config);
@@ -330,6 +341,7 @@ inline void multi_gpu_gather_weights(floatX* const* tensors, const size_t* sizes
 #ifdef MULTI_GPU
     const char* name = "gathering of weights";
     if (planted_fault() != Fault::early_gather) nccl_waits_for(*config, stream);
+    if (planted_fault() == Fault::no_weight_gather) count = 0;
     nccl_group(*config, name, group, [&] {
         for (size_t i = 0; i < count; ++i) {
             const ShardInfo shard = multi_gpu_get_shard_offset(sizes[i], config, 1);

@@ -49,12 +49,13 @@ inline std::string job_token() {
 
 // The host's name up to the first dot, by which processes of one host know each other.
 inline std::string short_host_name() {
+    char own[HOST_NAME_MAX + 1] = {};
+    if (::gethostname(own, sizeof(own) - 1) != 0) return "unknown";
+    std::string name = own;
 #ifdef LLMC_TEST_SWITCHES
-    if (const char* name = std::getenv("LLMC_HOST")) return name;
+    if (const char* other = std::getenv("LLMC_HOST")) name = other;
 #endif
-    char name[HOST_NAME_MAX + 1] = {};
-    if (::gethostname(name, sizeof(name) - 1) != 0) return "unknown";
-    return std::string(name).substr(0, std::string(name).find('.'));
+    return name.substr(0, name.find('.'));
 }
 
 inline uint64_t host_hash() {
@@ -164,6 +165,7 @@ inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::strin
         config->peers = join_peers({{server_ip, port}}, detail::job_token(),
                                    detail::describe_self(*config), bytes, limit, "-ps");
         detail::copy_id(&id, bytes);
+        if (planted_fault() == Fault::tcp_id) id.internal[0] ^= 1;
     }
     return id;
 }
@@ -183,6 +185,7 @@ inline ncclUniqueId get_nccl_id_via_fs(MultiGpuConfig* config, const std::string
         config->peers = join_through_folder(fs_path, detail::job_token(),
                                             detail::describe_self(*config), bytes, limit);
         detail::copy_id(&id, bytes);
+        if (planted_fault() == Fault::fs_id) id.internal[0] ^= 1;
     }
     return id;
 }
@@ -251,6 +254,7 @@ inline int multi_gpu_get_local_device_idx(int process_rank, int num_processes) {
     detail::mpi_check(
         MPI_Allgather(&mine, 1, MPI_UINT64_T, hashes.data(), 1, MPI_UINT64_T, MPI_COMM_WORLD),
         "MPI_Allgather");
+    if (planted_fault() == Fault::local_index) return process_rank;
     return static_cast<int>(std::count(hashes.begin(), hashes.begin() + process_rank, mine));
 }
 
@@ -338,6 +342,9 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     join_by_mpi(config, &id, limit);
     refuse_start(*config, problem);
     config->nodes = nodes_by_host(config->peers->table());
+    if (planted_fault() == Fault::mpi_rank) {
+        config->process_rank = config->num_processes - 1 - config->process_rank;
+    }
 #else
     const char* no_mpi = "this build has no MPI; give -pi tcp or -pi fs, or build with OpenMPI";
     (void)config;

@@ -42,6 +42,8 @@ TRAINER_BUILD = $(CXX) $(CPU_FLAGS) $(TRAINER_OPT) -DLLMC_COMMIT='"$(COMMIT)"'
 UNIT_COMPILE = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) $(call inc,GTEST)
 UNIT_LINK = $(CXX) $(CPU_FLAGS) $(UNIT_OBJECTS) -o $(CPU_DIR)/unit_tests $(call lib,GTEST) \
     -lgtest_main -lgtest $(CPU_LIBS)
+# The checks of ./grade have the switches in every build, so that they can name other hosts.
+GRADE_BUILD = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) -DLLMC_TEST_SWITCHES
 # The tests, and the functions of train_gpt2.cu that some of them call.
 UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/unit/test_*.cpp)) \
     $(CPU_DIR)/unit/train_gpt2.o
@@ -49,6 +51,7 @@ UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/u
 $(eval $(call stamp,$(CPU_DIR)/trainer.flags,$$(TRAINER_BUILD) $$(CPU_LIBS) # $$(CPU_ID)))
 $(eval $(call stamp,$(CPU_DIR)/unit.flags,$$(UNIT_COMPILE) # $$(CPU_ID)))
 $(eval $(call stamp,$(CPU_DIR)/unit_tests.flags,$$(UNIT_LINK)))
+$(eval $(call stamp,$(CPU_DIR)/grade.flags,$$(GRADE_BUILD) $$(CPU_LIBS) # $$(CPU_ID)))
 
 $(CPU_DIR)/train_gpt2cpu: train_gpt2.cu $(CPU_DIR)/trainer.flags
 	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
@@ -68,4 +71,8 @@ $(CPU_DIR)/unit/train_gpt2.o: train_gpt2.cu $(CPU_DIR)/unit.flags
 $(CPU_DIR)/unit_tests: $(UNIT_OBJECTS) $(CPU_DIR)/unit_tests.flags
 	$(UNIT_LINK)
 
--include $(CPU_DIR)/train_gpt2cpu.d $(UNIT_OBJECTS:=.d)
+$(CPU_DIR)/grade_checks: test/grade/checks.cu $(CPU_DIR)/grade.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	$(GRADE_BUILD) $(DEPFLAGS) -x c++ $< -o $@ $(CPU_LIBS)
+
+-include $(CPU_DIR)/grade_checks.d $(CPU_DIR)/train_gpt2cpu.d $(UNIT_OBJECTS:=.d)

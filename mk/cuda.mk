@@ -12,7 +12,7 @@ WITH_CUDNN := $(call with_cudnn,$(CUDA_PRECISION))
 
 # $(call cuda_dir,PRECISION,GRAD_FP32)
 cuda_dir = $(BUILD)/cuda-$(call lower,$(1))$(if $(2),-gradfp32)$(if $(call with_cudnn,$(1)),-cudnn)
-CUDA_DIR := $(call cuda_dir,$(CUDA_PRECISION),$(CUDA_GRAD_FP32))
+CUDA_DIR := $(call cuda_dir,$(CUDA_PRECISION),$(CUDA_GRAD_FP32))$(if $(filter 1,$(SWITCHES)),-switches)
 
 # The GPU at hand, else the two generations that this project is tuned for. Asked only in a recipe:
 # nvidia-smi is slow.
@@ -31,7 +31,8 @@ CUDA_FLAGS = -std=c++17 -O3 -I. --threads $(words $(CUDA_ARCHS)) \
     $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
     $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings -Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-pthread,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
-    $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) $(CUDA_MULTI_FLAGS)
+    $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) \
+    $(if $(filter 1,$(SWITCHES)),-DLLMC_TEST_SWITCHES) $(CUDA_MULTI_FLAGS)
 CUDA_LIBS = $(call nvcc_lib,CUDA) -lcublasLt $(CUDA_MULTI_LIBS) $(CUDA_CUDNN_LIBS) -ldl
 
 CUDA_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(NCCL_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
@@ -57,12 +58,14 @@ CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(C
 
 CUDA_TRAINER_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_COMMIT='"$(COMMIT)"'
 TUNE_BUILD = $(NVCC) $(CUDA_FLAGS)
+GRADE_CUDA_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_TEST_SWITCHES
 GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(call inc,OPENBLAS)
 GPU_TEST_LIBS = $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(call nvcc_lib,OPENBLAS) -lopenblas
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
 $(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_BUILD) $$(CUDA_LIBS)))
 $(eval $(call stamp,$(CUDA_DIR)/tune.flags,$$(TUNE_BUILD)))
+$(eval $(call stamp,$(CUDA_DIR)/grade.flags,$$(GRADE_CUDA_BUILD) $$(CUDA_LIBS)))
 $(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE)))
 $(eval $(call stamp,$(BUILD)/cudnn/cudnn.flags,$$(CUDNN_COMPILE)))
 
@@ -78,6 +81,11 @@ $(BUILD)/cudnn/cudnn_att.o: llmc/cudnn_att.cpp $(BUILD)/cudnn/cudnn.flags
 $(CUDA_DIR)/tune: dev/tune.cu $(CUDA_DIR)/tune.flags
 	$(cuda_checks)
 	$(TUNE_BUILD) $(DEPFLAGS) $< -o $@ $(call nvcc_lib,CUDA) -lcublasLt
+
+# As in cpu.mk.
+$(CUDA_DIR)/grade_checks: test/grade/checks.cu $(CUDNN_OBJECT) $(CUDA_DIR)/grade.flags
+	$(cuda_checks)
+	$(GRADE_CUDA_BUILD) $(DEPFLAGS) $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
 
 # Each launcher against its CPU twin, and the whole model against PyTorch's numbers.
 GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu)) \
@@ -98,8 +106,9 @@ $(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu))
 $(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDNN_OBJECT)
 	$(NVCC) $^ -o $@ $(GPU_TEST_LIBS) $(CUDA_LIBS)
 
+-include $(CUDA_DIR)/grade_checks.d
 -include $(CUDA_DIR)/train_gpt2cu.d $(CUDA_DIR)/tune.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
 else
-$(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/gpu_tests $(CUDA_DIR)/tune: FORCE
+$(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/grade_checks $(CUDA_DIR)/gpu_tests $(CUDA_DIR)/tune: FORCE
 	@echo "error: $(if $(CUDA_CODE),$(call missing,nvcc,NVCC,CUDA_HOME),the CUDA kernels are not part of this version yet; make train_gpt2cpu builds the CPU one)" >&2; exit 1
 endif
