@@ -339,8 +339,8 @@ inline std::string Peers::failure() const {
 
 inline std::string Peers::wait_for_failure(double seconds) const {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_until(lock, net::after(seconds), [this] { return !failure_.empty(); });
-    return failure_;
+    const auto is_known = [this] { return has_failed_.load(); };
+    return changed_.wait_until(lock, net::after(seconds), is_known) ? failure_ : "";
 }
 
 inline std::string Peers::late() const {
@@ -470,14 +470,12 @@ inline void Peers::fail(int rank, const std::string& text, bool tell) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) return;
     failure_ = printable(handshake::shortened(text, handshake::kTextBytes));
-    has_failed_.store(true, std::memory_order_release);
     if (tell) {
         Message message = message_about(MessageType::kFailure, rank);
         message.text = failure_;
         requests_.push_back(message);
         idle_ = false;
     }
-    changed_.notify_all();
     wake();
 }
 
@@ -495,6 +493,7 @@ inline void Peers::run() {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
+    has_failed_ = !failure_.empty();
     changed_.notify_all();
 }
 
@@ -512,6 +511,8 @@ inline void Peers::serve_until_stopped() {
         const std::lock_guard<std::mutex> lock(mutex_);
         ++rounds_;
         idle_ = requests_.empty() && all_told();
+        // Only now that the others' copies are out: this process may exit as soon as it knows.
+        if (requests_.empty() && !failure_.empty()) has_failed_ = true;
         changed_.notify_all();
         if (stop_) return;
     }

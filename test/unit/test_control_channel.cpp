@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 #include <spawn.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
@@ -12,6 +15,24 @@
 
 #include "test/unit/child_process.h"
 #include "test/unit/peer_ranks.h"
+
+namespace {
+
+std::atomic<int> delay_of_failures_ms{0}, failures_sent{0};
+
+}  // namespace
+
+// Stands in for the C library's, so that a test can hold up messages that tell of a failure.
+extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
+    namespace hs = llmc::handshake;
+    const auto* message = static_cast<const unsigned char*>(data);
+    const bool is_failure = delay_of_failures_ms > 0 && bytes >= hs::kMessageBytes &&
+                            message[12] == static_cast<unsigned char>(hs::MessageType::kFailure);
+    if (is_failure) llmc::peer_test::sleep_ms(delay_of_failures_ms);
+    const ssize_t sent = syscall(SYS_sendto, fd, data, bytes, flags, nullptr, 0);
+    if (is_failure) ++failures_sent;
+    return sent;
+}
 
 namespace llmc::peer_test {
 namespace {
@@ -273,6 +294,27 @@ TEST(ControlChannel, AnnouncementReturnsWhenTheOthersHaveIt) {
     EXPECT_GE(seconds_since(start), 0.3);
     EXPECT_LT(seconds_since(start), 1.9);
     reading.get();
+}
+
+TEST(ControlChannel, RankZeroKnowsOfADeathNoSoonerThanItHasToldTheOthers) {
+    // Else it might exit in between, and the others would take it for the cause.
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    std::future<Outcome> zero = serve(&server, info(0, 3)), one = join(server.port(), info(1, 3));
+    net::Socket two = connect(server.port());
+    const hs::MessageBytes hello = hello_bytes(2, 3);
+    ASSERT_TRUE(net::send_all(two, hello.data(), hello.size(), net::after(1)));
+    std::vector<PeersPointer> all;
+    all.push_back(zero.get().peers);
+    all.push_back(one.get().peers);
+    ASSERT_TRUE(all[0] && all[1]);
+    failures_sent = 0;
+    delay_of_failures_ms = 200;
+    two.close();
+    EXPECT_TRUE(happens_within(5, [&] { return !all[0]->failure().empty(); }));
+    EXPECT_EQ(failures_sent, 1);
+    delay_of_failures_ms = 0;
+    EXPECT_EQ(all[1]->wait_for_failure(5), "rank 2 died before the first step");
+    close_all(&all);
 }
 
 TEST(ControlChannel, RankThatEndsEarlyIsNamed) {
