@@ -160,6 +160,29 @@ test_full: setup
 	$(SUB) build_tests
 	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
 
+# ---- fuzzing
+FUZZ_CXX ?= clang++
+FUZZ_RUNS ?= 100000
+FUZZ_DIR := $(BUILD)/fuzz
+FUZZ_FLAGS := -std=c++17 -march=$(CPU_ARCH) -ffp-contract=off -Wall -Wextra -pthread -I. -Illmc/cpu \
+    -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+
+$(FUZZ_DIR)/handshake_fuzz: test/fuzz/handshake_fuzz.cpp
+	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | \
+	    $(FUZZ_CXX) -fsanitize=fuzzer -x c - -o /dev/null 2>/dev/null || { \
+	    echo 'error: $(FUZZ_CXX) with libFuzzer is missing: apt-get install clang, or set FUZZ_CXX' >&2; \
+	    exit 1; }
+	@mkdir -p $(@D)
+	$(FUZZ_CXX) $(FUZZ_FLAGS) $(DEPFLAGS) $< -o $@
+
+## 100,000 runs of libFuzzer on the parsers of the rendezvous (needs clang)
+fuzz: $(FUZZ_DIR)/handshake_fuzz
+	@rm -rf $(FUZZ_DIR)/found && mkdir -p $(FUZZ_DIR)/found
+	$< -runs=$(FUZZ_RUNS) -seed=1 -verbosity=0 -print_final_stats=1 -artifact_prefix=$(FUZZ_DIR)/ \
+	    $(FUZZ_DIR)/found test/fuzz/corpus
+
+-include $(FUZZ_DIR)/handshake_fuzz.d
+
 ## Each GPU kernel against its CPU twin, the whole model against PyTorch (needs a GPU)
 test_gpu: check-deps
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= USE_CUDNN= gpu_tests
@@ -223,5 +246,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu check print-trainer demo data bench bench_comm tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm tune check-deps setup \
     clean distclean help FORCE

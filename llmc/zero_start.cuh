@@ -154,16 +154,16 @@ inline std::shared_ptr<Peers> send_nccl_id_to_clients(const ncclUniqueId& id, Pe
 inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::string& server_ip,
                                         int port) {
     const double limit = detail::init_limit();
+    const std::string what = format("-ps %s -pp %d", server_ip.c_str(), port);
     ncclUniqueId id{};
     if (config->process_rank == 0) {
-        PeerServer server(server_ip, port, detail::job_token(),
-                          format("-ps %s", server_ip.c_str()));
+        PeerServer server(server_ip, port, detail::job_token(), what);
         id = detail::new_nccl_id();
         config->peers = send_nccl_id_to_clients(id, &server, *config, limit);
     } else {
         unsigned char bytes[kIdBytes];
         config->peers = join_peers({{server_ip, port}}, detail::job_token(),
-                                   detail::describe_self(*config), bytes, limit, "-ps");
+                                   detail::describe_self(*config), bytes, limit, what);
         detail::copy_id(&id, bytes);
         if (planted_fault() == Fault::tcp_id) id.internal[0] ^= 1;
     }
@@ -272,7 +272,9 @@ struct MpiGreeting {
     char addresses[1024];  // separated by spaces
 };
 
-inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit) {
+// `guard` covers what MPI does; the rest has limits that can name who is missing.
+inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit,
+                        std::unique_ptr<MpiLimit> guard) {
     MpiGreeting greeting{};
     std::unique_ptr<PeerServer> server;
     if (config->process_rank == 0) {
@@ -288,6 +290,7 @@ inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit) 
         std::memcpy(greeting.addresses, addresses.data(), addresses.size());
     }
     mpi_check(MPI_Bcast(&greeting, sizeof(greeting), MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+    guard.reset();
     *id = greeting.id;
     if (server != nullptr) {
         config->peers = send_nccl_id_to_clients(*id, server.get(), *config, limit);
@@ -324,7 +327,7 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
         return id;
     }
     const double limit = init_limit();
-    MpiLimit guard(limit, "the start of MPI");
+    auto guard = std::make_unique<MpiLimit>(limit, "the start of MPI");
     mpi_check(MPI_Init(nullptr, nullptr), "MPI_Init");
     config->started_by_mpi = true;
     mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN),
@@ -339,7 +342,7 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     config->local_device_idx =
         multi_gpu_get_local_device_idx(config->process_rank, config->num_processes);
     const std::string problem = choose_device(config);
-    join_by_mpi(config, &id, limit);
+    join_by_mpi(config, &id, limit, std::move(guard));
     refuse_start(*config, problem);
     config->nodes = nodes_by_host(config->peers->table());
     if (planted_fault() == Fault::mpi_rank) {
