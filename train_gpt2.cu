@@ -195,6 +195,7 @@ void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& 
                   MultiGpuConfig* multi_gpu) {
     constexpr size_t kLayer = 12, kOther = 2;
     if (!target.step_complete) return;
+    planted_delay("LLMC_DELAY_MAIN_US", model->main_stream);
     add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
     if (group.count == kLayer) {
         reduce_tensors<kLayer>(model, group.first, multi_gpu);
@@ -326,6 +327,7 @@ namespace {
 void update_group(GPT2* model, size_t number, const StepInputs* inputs,
                   const MultiGpuConfig& multi_gpu) {
     const TensorGroup& group = model->update_groups[number];
+    planted_delay("LLMC_DELAY_MAIN_US", model->main_stream);
     adamw_update(model->adamw_segments + group.first, static_cast<int>(group.count),
                  group.max_count, model->adamw, inputs, model->step_state, model->main_stream);
     std::vector<floatX*> tensors;

@@ -2,7 +2,8 @@
 // with -DLLMC_TEST_SWITCHES (make SWITCHES=1) has them; elsewhere every function here is a constant.
 //
 //   LLMC_FAULT            what is done wrong: see kFaults
-//   LLMC_DELAY_MAIN_US    before each piece of work on the main stream, up to so many microseconds
+//   LLMC_DELAY_MAIN_US    before a group's gradients are final, and before its update, up to so many
+//                         microseconds on the main stream
 //   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
 //   LLMC_JUNK=1           junk in what a step must not read of the one before
 //   LLMC_HOST             stands for the host's name
@@ -12,9 +13,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <string>
-#include <thread>
 
 #include "llmc/error.h"
 #endif
@@ -89,12 +90,12 @@ inline int switch_value(const char* name) {
     return value != nullptr ? std::atoi(value) : 0;
 }
 
-// Sleeps for a pseudo-random part of `most` microseconds.
-inline void random_delay(int most) {
+// A pseudo-random part of `most`.
+inline int random_part(int most) {
     static thread_local uint32_t state =
         static_cast<uint32_t>(std::chrono::steady_clock::now().time_since_epoch().count()) | 1u;
     state = state * 1664525u + 1013904223u;
-    if (most > 0) std::this_thread::sleep_for(std::chrono::microseconds((state >> 8) % most));
+    return most > 0 ? static_cast<int>((state >> 8) % static_cast<uint32_t>(most)) : 0;
 }
 
 inline bool junk_between_steps() {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "llmc/cuda_common.h"
+#include "llmc/planted_delay.cuh"
 #include "llmc/precision.h"
 #include "llmc/test_switches.h"
 
@@ -177,11 +178,7 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
         if (config.nccl_comm != nullptr) ncclCommGetAsyncError(config.nccl_comm, &state);
         if (state != ncclSuccess && state != ncclInProgress) {
             // A rank's end shows here first at times; the control channel knows which one it was.
-            const Clock::time_point seen = Clock::now();
-            while (config.peers->failure().empty() && seconds_since(seen) < 2.0) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(5));
-            }
-            const std::string named = config.peers->failure();
+            const std::string named = config.peers->wait_for_failure(2.0);
             lost_peer(config, !named.empty() ? named
                                              : format("NCCL: %s: %s", ncclGetErrorString(state),
                                                       ncclGetLastError(config.nccl_comm)));
@@ -221,18 +218,6 @@ inline void wait_for_stream(const MultiGpuConfig& config, const char* what, cuda
         if (status != cudaErrorNotReady) cuda_check(status);
         return status == cudaSuccess;
     });
-}
-
-// Test switches: sleeps on the stream itself.
-inline void planted_delay([[maybe_unused]] const char* name, [[maybe_unused]] cudaStream_t stream) {
-#ifdef LLMC_TEST_SWITCHES
-    const int most = switch_value(name);
-    if (most == 0) return;
-    cuda_check(cudaLaunchHostFunc(
-        stream,
-        [](void* limit) { random_delay(static_cast<int>(reinterpret_cast<intptr_t>(limit))); },
-        reinterpret_cast<void*>(static_cast<intptr_t>(most))));
-#endif
 }
 
 // Calls body(), which issues collectives on the NCCL stream, as one group. The host does not wait for
