@@ -139,8 +139,11 @@ void check_ids(const Settings& settings) {
     MultiGpuConfig config;
     config.num_processes = settings.ranks;
     config.process_rank = settings.rank;
-    detail::choose_device(&config);
-    cuda_check(cudaFree(nullptr));
+    config.local_device_idx = settings.rank;
+    const std::string problem = detail::choose_device(&config);
+    if (!problem.empty()) throw Error(problem);
+    cuda_check(cudaSetDevice(config.local_device_idx));
+    cuda_check(cudaFree(nullptr));  // the first call on a device takes long
     const int64_t start = now_ns();
     const ncclUniqueId id = settings.way == "tcp"
                                 ? get_nccl_id_via_tcp(&config, settings.server, settings.port)
