@@ -183,12 +183,16 @@ fuzz: $(FUZZ_DIR)/handshake_fuzz
 
 -include $(FUZZ_DIR)/handshake_fuzz.d
 
-## Each GPU kernel against its CPU twin, the whole model against PyTorch (needs a GPU)
+## Each GPU kernel against its CPU twin, the model against PyTorch, many GPUs against one
 test_gpu: check-deps
-	$(SUB) PRECISION=FP32 GRAD_PRECISION= USE_CUDNN= gpu_tests
-	$(SUB) PRECISION=BF16 GRAD_PRECISION= gpu_tests
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= USE_CUDNN= gpu_tests cuda_trainer
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= gpu_tests cuda_trainer
 	$(SUB) PRECISION=BF16 GRAD_PRECISION=FP32 gpu_tests
-	@$(PYTHON) dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test $(GPU_RUNS)
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= USE_CUDNN=0 cuda_trainer
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SWITCHES=1 cuda_trainer
+	@LLMC_BUILD_DIR=$(BUILD) $(PYTHON) dev/run_tests.py --skips test/skips.txt \
+	    --out $(BUILD)/test $(GPU_RUNS) --unit many_gpus=test/test_many_gpus.py
+cuda_trainer: $(CUDA_DIR)/train_gpt2cu
 
 ## Format, length of files and functions, forbidden words, Python warnings
 check: setup
@@ -246,5 +250,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm cuda_trainer tune check-deps setup \
     clean distclean help FORCE

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # All that can only be checked on a machine with a GPU, and a summary at the end.
-#   dev/gpu_check.sh [PART ...]      parts: build test sanitize; without any, all of them
+#   dev/gpu_check.sh [PART ...]      parts: build test many sanitize; without any, all of them
 #
-# build     trainer and GPU tests in FP32, BF16 and BF16 with FP32 gradients
+# build     trainer and GPU tests in FP32, BF16 and BF16 with FP32 gradients, bench_comm
 # test      the GPU tests
+# many      several GPUs against one (test/test_many_gpus.py)
 # sanitize  compute-sanitizer's memcheck and racecheck over two steps of a small model, with our own
 #           kernels in FP32 and BF16; memcheck with cuDNN, too
 #
@@ -16,7 +17,7 @@ export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
 LOGS=${LOGS:-build/gpu_check}
 mkdir -p "$LOGS"
 parts=("$@")
-[ $# -gt 0 ] || parts=(build test sanitize)
+[ $# -gt 0 ] || parts=(build test many sanitize)
 summary=()
 failed=0
 
@@ -77,6 +78,10 @@ build_rest() {
     jobs+=($!)
     build PRECISION=BF16 USE_CUDNN=0 "$own/train_gpt2cu" &
     jobs+=($!)
+    build PRECISION=BF16 SWITCHES=1 "$bf16-switches/train_gpt2cu" &
+    jobs+=($!)
+    build PRECISION=BF16 "$bf16/bench_comm" &
+    jobs+=($!)
     build PRECISION=BF16 GRAD_PRECISION=FP32 "$wide/gpu_tests" &
     jobs+=($!)
     for job in "${jobs[@]}"; do wait "$job" || status=1; done
@@ -126,6 +131,11 @@ for part in "${parts[@]}"; do
                 summary+=("    $(tail -n 1 "$LOGS/test-$name.log")")
             done
             ;;
+        many)
+            step "many GPUs" python3 dev/run_tests.py --skips test/skips.txt --out "$LOGS" \
+                --unit many_gpus=test/test_many_gpus.py
+            summary+=("    $(tail -n 1 "$LOGS/many-GPUs.log")")
+            ;;
         sanitize)
             python3 dev/bench/random_tokens.py "$LOGS/tokens.bin" 100000
             for place in "$fp32" "$own"; do
@@ -136,7 +146,7 @@ for part in "${parts[@]}"; do
                 step "memcheck $(basename "$bf16")" memcheck "$bf16/train_gpt2cu"
             ;;
         *)
-            echo "error: $part: must be build, test or sanitize" >&2
+            echo "error: $part: must be build, test, many or sanitize" >&2
             exit 1
             ;;
     esac
