@@ -8,9 +8,8 @@
 # sanitize  compute-sanitizer's memcheck and racecheck over two steps of a small model, with our own
 #           kernels in FP32 and BF16; memcheck with cuDNN, too
 #
-#   CARRY   folder made by dev/gpu_carry.sh, where packages cannot be installed
 #   LOGS    folder for what the parts print (default build/gpu_check)
-#   COMMIT  what the programs say they were built from, where the tree came without git's history
+#   CARRY, COMMIT   see dev/gpu_variables.sh
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
@@ -21,31 +20,7 @@ parts=("$@")
 summary=()
 failed=0
 
-variables=()
-[ -z "${COMMIT:-}" ] || variables+=("COMMIT=$COMMIT")
-if [ -n "${CARRY:-}" ]; then
-    carry=$(realpath "$CARRY")
-    variables+=("GTEST_PATH=$carry" "OPENBLAS_PATH=$carry" "CUDNN_FRONTEND_PATH=$carry")
-fi
-
-# cuDNN may be there as a Python package alone, which has no libcudnn.so to link with.
-use_cudnn_of_python() {
-    local found links=$PWD/build/cudnn-of-python library
-    found=$(python3 -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null) || return
-    rm -rf "$links"
-    mkdir -p "$links/lib"
-    ln -s "$found/include" "$links/include"
-    for library in "$found"/lib/*.so.*; do
-        ln -s "$library" "$links/lib/"
-    done
-    ln -s libcudnn.so.9 "$links/lib/libcudnn.so"
-    variables+=("CUDNN_PATH=$links")
-}
-make check-deps "${variables[@]}" | grep '✓ cuDNN (' >/dev/null || use_cudnn_of_python
-# Debian's and Ubuntu's OpenBLAS takes recent processors for very old ones.
-if [ -z "${OPENBLAS_CORETYPE:-}" ] && grep -q avx512f /proc/cpuinfo; then
-    export OPENBLAS_CORETYPE=SKYLAKEX
-fi
+. dev/gpu_variables.sh
 
 # The folder of a build, given its make variables.
 folder() {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import json
 import os
 import random
 import re
@@ -150,6 +151,7 @@ class Lab:
         self.gpus = 4 if self.cpu else count_gpus()
         self.folder = Path(tempfile.mkdtemp(prefix="many_gpus_"))
         self.kept: dict[str, Ended] = {}
+        self.records: list[dict] = []  # bits of all trainings that went well
         data = os.environ.get("LLMC_TEST_DATA")
         self.data = data or str(write_tokens(self.folder / "tokens.bin"))
 
@@ -196,7 +198,16 @@ class Lab:
         """A training that must go well."""
         run = run_job(self.binary(build), count, way, args, timeout, **how)
         require(set(run.statuses) == {0}, f"status {run.statuses}\n{run}")
+        self.record(build, count, way, args, run)
         return run
+
+    def record(self, build: str, count: int, way: str, args: Sequence[object],
+               run: Ended) -> None:
+        bits = Bits.of(run)
+        flags = " ".join(map(str, args)).replace(self.data, "tokens.bin")
+        self.records.append({"build": build, "gpus": count, "started_by": way or "itself",
+                             "flags": flags, "seconds": round(run.seconds, 1),
+                             "last_step": bits.steps[-1], "hash": bits.hash, "bits": bits.bits})
 
     def one(self, build: str, args: Sequence[object]) -> Ended:
         """The run of one GPU."""
@@ -226,6 +237,7 @@ class Lab:
                         continue
                     if run.statuses == [0]:
                         self.kept[repr((build, *map(str, args)))] = run
+                        self.record(build, 1, "", args, run)
 
     def equal(self, build: str, count: int, way: str, args: Sequence[object],
               reference: Ended, **how: object) -> Ended:
@@ -555,6 +567,29 @@ def write_report(path: Path, cases: Sequence[Case]) -> None:
     ElementTree.ElementTree(root).write(path, encoding="utf-8")
 
 
+def write_json(path: Path, lab: Lab, cases: Sequence[Case]) -> None:
+    """For dev/bench/results/."""
+    gpu = subprocess.run(["sh", "-c", "nvidia-smi --query-gpu=name,driver_version "
+                          "--format=csv,noheader | head -n 1"], capture_output=True, text=True)
+    trainer = subprocess.run([str(lab.binary(lab.main_build())), "--version"],
+                             capture_output=True, text=True)
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    results = [{"name": case.full_name, "seconds": round(case.seconds, 1),
+                "result": "skipped" if case.skipped else "failed" if case.failure else "ok",
+                "why": case.skipped or case.failure[:500]} for case in cases]
+    record = {
+        "date": time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime()),
+        "gpu": gpu.stdout.strip() or "none",
+        "gpus": lab.gpus,
+        "trainer": trainer.stdout.strip(),
+        "environment": nccl,
+        "cases": results,
+        "trainings": lab.records,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="tests whose names hold this")
@@ -562,6 +597,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--build-dir", default=os.environ.get("LLMC_BUILD_DIR", ROOT / "build"))
     parser.add_argument("--gtest_output", default="", metavar="xml:FILE", help="report")
+    parser.add_argument("--json", type=Path, help="results with the bits of each training")
     parser.add_argument("--gtest_brief", help=argparse.SUPPRESS)  # dev/run_tests.py gives it
     return parser.parse_args()
 
@@ -579,6 +615,8 @@ def main() -> None:
             run_case(case, lab)
     finally:
         lab.close()
+    if options.json:
+        write_json(options.json, lab, cases)
     if options.gtest_output:
         write_report(Path(options.gtest_output.removeprefix("xml:")), cases)
     failed = [case.full_name for case in cases if case.failure]

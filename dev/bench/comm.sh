@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make bench_comm`: starts the benchmark of communication, one process on each GPU (without one, two
-# processes over the CPU stand-in). Arguments go to the program: --help lists them.
+# `make bench_comm`: starts the benchmark of communication, one process on each GPU (without one,
+# two processes over the CPU stand-in). Arguments go to the program: --help lists them.
 #   PROGRAM  the benchmark, such as build/cuda-bf16-cudnn/bench_comm
 #   NP       processes (default: the GPUs at hand, at most 8, or 2)
 #   OUT      folder for the results (default dev/bench/results; nothing is written without a GPU)
