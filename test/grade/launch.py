@@ -37,8 +37,7 @@ class Ended:
     @property
     def error(self) -> str:
         """What it said on stderr, without the name of program and rank."""
-        lines = [line for line in self.stderr.splitlines() if line.strip("- ")]
-        lines = [line for line in lines if not line.startswith("warning")]
+        lines = [line for line in self.stderr.splitlines() if not line.startswith("warning")]
         return re.sub(r"^train_gpt2\w*: (rank \d+(, [^:]*)?: )?", "", lines[0]) if lines else ""
 
 
@@ -52,6 +51,12 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def first_sentence(text: str) -> str:
+    """Of what mpirun says, which it breaks into lines between rules."""
+    lines = [line.strip() for line in text.splitlines() if line.strip("- ")]
+    return " ".join(lines).split(". ")[0]
 
 
 def first_error(ranks: Sequence[Ended]) -> str:
@@ -140,5 +145,5 @@ class Launcher:
             return file.read_text(errors="replace") if file.exists() else ""
 
         status = None if process.returncode == -signal.SIGKILL else process.returncode
-        stderr = text(f"{rank}.err") or text("mpirun.err")
+        stderr = text(f"{rank}.err") or first_sentence(text("mpirun.err"))
         return Ended(status, text(f"{rank}.out"), stderr)
