@@ -104,6 +104,7 @@ class SlurmCluster:
             "AccountingStorageType": "accounting_storage/none",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
+            "SchedulerParameters": "batch_sched_delay=0,sched_min_interval=0",
             "SlurmdParameters": "config_overrides",
             "ReturnToService": 2,
             "KillWait": 10,

@@ -70,7 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, fp32: Trainer) -> Result:
     env = settings(work, fp32)
     batch = {"-b": 2, "-t": 16, "-d": 256, "-rw": 8}
     rates = {"-k": "cosine", "-l": 1e-3, "-u": 5, "-q": 0.1, "-c": 0.1}
-    flags = {"-e": env["MODEL"], **batch, **rates, "-x": 40, "-v": 20, "-m": 4}
+    flags = {"-e": env["MODEL"], **batch, **rates, "-x": 24, "-v": 12, "-m": 4}
     return fp32.train(work.args(flags, "--hash"))
 
 
@@ -89,15 +89,15 @@ def settings(work: Workplace, trainer: Trainer, **changes: object) -> dict[str, 
         "SEQ_LEN": 16,
         "TOTAL_BATCH": 2 * 16 * 8,
         "REDUCTION_WIDTH": 8,
-        "STEPS": 40,
+        "STEPS": 24,
         "LEARNING_RATE": 1e-3,
         "WARMUP": 5,
         "FINAL_LR_FRACTION": 0.1,
-        "VAL_EVERY": 20,
+        "VAL_EVERY": 12,
         "VAL_BATCHES": 4,
         "HELLASWAG": 0,
         "SAMPLE_EVERY": 0,
-        "CHECKPOINT_EVERY": 5,
+        "CHECKPOINT_EVERY": 4,
         "RETRY_WAIT_S": 0,
         "EXTRA_FLAGS": "--hash",
         **changes,
@@ -190,7 +190,7 @@ def test_a_killed_rank_costs_no_bits(
     cluster: SlurmCluster, work: Workplace, fp32: Trainer, alone: Result, way: str
 ) -> None:
     job = submit(cluster, way, settings(work, fp32))
-    job.wait_for(lambda: 5 in checkpoints(work.out))
+    job.wait_for(lambda: 4 in checkpoints(work.out))
     (victim,) = processes_with(f"-o {work.out}", "-pr 3")
     os.kill(victim, signal.SIGKILL)
     assert job.wait() == "COMPLETED", job.show()
@@ -204,17 +204,17 @@ def test_the_time_limit_puts_the_job_back_into_the_queue(
     cluster: SlurmCluster, work: Workplace, fp32: Trainer, alone: Result
 ) -> None:
     job = submit(cluster, "tcp", settings(work, fp32))
-    job.wait_for(lambda: "step    2/40 " in job.text)
+    job.wait_for(lambda: "step    2/24 " in job.text)
     # What Slurm does some minutes before the limit, by the script's --signal=B:USR1@300.
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: job.field("Restarts") == "1" and not job.is_running_here())
     (saved,) = re.findall(r"^SIGUSR1: stopped after (\d+) steps", job.text, re.MULTILINE)
-    assert checkpoints(work.out)[-1] == int(saved) < 40, job.show()
+    assert checkpoints(work.out)[-1] == int(saved) < 24, job.show()
     # Slurm would wait two minutes. A node refuses a job within the second in which it was ended.
     time.sleep(2)
     cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
     assert job.wait() == "COMPLETED", job.show()
-    assert f"stopped by USR1, checkpoint of step {saved} of 40" in job.text
+    assert f"stopped by USR1, checkpoint of step {saved} of 24" in job.text
     assert_same(job.text, alone)
 
 
@@ -222,9 +222,9 @@ def test_the_time_limit_puts_the_job_back_into_the_queue(
 def test_a_cancelled_job_saves_and_a_new_one_goes_on(
     cluster: SlurmCluster, work: Workplace, fp32: Trainer, alone: Result
 ) -> None:
-    env = settings(work, fp32, CHECKPOINT_EVERY=40)
+    env = settings(work, fp32, CHECKPOINT_EVERY=24)
     first = submit(cluster, "fs", env)
-    first.wait_for(lambda: "step    2/40 " in first.text)
+    first.wait_for(lambda: "step    2/24 " in first.text)
     cluster.run("scancel", first.number)
     assert first.wait() == "CANCELLED", first.show()
     assert checkpoints(work.out), first.show()
@@ -255,7 +255,7 @@ def test_each_process_sees_all_gpus_of_its_node(
     show.write_text(
         "#!/bin/sh\n"
         'echo "$SLURMD_NODENAME sees $CUDA_VISIBLE_DEVICES: $*" | sed "s/: .* -pg/: -pg/"\n'
-        f"touch {work.out}/DONE_00000040\n"
+        f"touch {work.out}/DONE_00000024\n"
     )
     show.chmod(0o755)
     env = settings(work, fp32, BINARY=show, PORT=1234, HEAD_ADDRESS="10.1.2.3")
@@ -347,7 +347,7 @@ def test_settings_are_the_flags(work: Workplace, fp32: Trainer, alone: Result) -
     result = run_script("run_gpt2_124M.sh", settings(work, fp32, GPUS=1))
     assert result.status == 0, result
     assert_same(result.stdout, alone)
-    assert checkpoints(work.out) == [35, 40], "CHECKPOINTS_KEPT is 2"
+    assert checkpoints(work.out) == [20, 24], "CHECKPOINTS_KEPT is 2"
 
 
 def test_mpi_script_gives_the_bits_of_one_process(
@@ -365,7 +365,7 @@ def test_mpi_script_gives_the_bits_of_one_process(
 def test_script_for_one_machine_goes_on_after_a_signal(
     work: Workplace, fp32: Trainer, alone: Result
 ) -> None:
-    two = settings(work, fp32, GPUS=2, CHECKPOINT_EVERY=40)
+    two = settings(work, fp32, GPUS=2, CHECKPOINT_EVERY=24)
     with subprocess.Popen(
         [SCRIPTS / "run_gpt2_124M.sh"],
         env={**os.environ, **MPI, **two},
@@ -377,7 +377,7 @@ def test_script_for_one_machine_goes_on_after_a_signal(
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("step    2/40 "):
+            if line.startswith("step    2/24 "):
                 process.send_signal(signal.SIGTERM)
     first = "".join(lines)
     assert process.returncode == 2, first
