@@ -189,10 +189,13 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
             config.peers->announce_failure(why);
             lost_peer(config, why);
         }
-        if (polls < 64) {
+        // NCCL takes up to a tenth of a millisecond to queue a group, and the host waits for that some
+        // ten times in a step: a sleep would cost as much again.
+        const double waited = seconds_since(start);
+        if (waited < 300e-6) {
             std::this_thread::yield();
         } else {
-            std::this_thread::sleep_for(std::chrono::microseconds(polls < 2000 ? 20 : 200));
+            std::this_thread::sleep_for(std::chrono::microseconds(waited < 0.1 ? 20 : 200));
         }
     }
 }

