@@ -2,6 +2,7 @@
 // is cut into rounds and whatever travels together.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <thread>
 #include <vector>
@@ -50,20 +51,26 @@ struct Exchanged {
         exchange.received = received.get();
         exchange.staging = staging.get();
         exchange.open();
-        for (size_t t = 0; t < kTensors; ++t) {
-            tensors[t] = DeviceBuffer<gradX>(kSizes[t]);
-            for (size_t i = 0; i < kSizes[t]; ++i) {
-                tensors[t].get()[i] = value(config->process_rank, t, i);
-            }
-        }
+        for (size_t t = 0; t < kTensors; ++t) tensors[t] = DeviceBuffer<gradX>(kSizes[t]);
+        rank = config->process_rank;
     }
+    // The gradients are there late: nothing may go out before.
     void reduce(MultiGpuConfig* config, cudaStream_t stream) {
+        cuda_check(cudaLaunchHostFunc(
+            stream, [](void* self) { static_cast<Exchanged*>(self)->fill(); }, this));
         gradX* pointers[kTensors];
         for (size_t t = 0; t < kTensors; ++t) pointers[t] = tensors[t].get();
         multi_gpu_async_reduce_gradient(pointers, kSizes, config, stream);
         multi_gpu_finish_reduction(config, stream);
         wait_for_stream(*config, "the test", stream);
     }
+    void fill() {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        for (size_t t = 0; t < kTensors; ++t) {
+            for (size_t i = 0; i < kSizes[t]; ++i) tensors[t].get()[i] = value(rank, t, i);
+        }
+    }
+    int rank;
     DeviceBuffer<gradX> received, staging, tensors[kTensors];
 };
 
