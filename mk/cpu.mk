@@ -44,8 +44,11 @@ UNIT_LINK = $(CXX) $(CPU_FLAGS) $(UNIT_OBJECTS) -o $(CPU_DIR)/unit_tests $(call 
     -lgtest_main -lgtest $(CPU_LIBS)
 # The checks of ./grade have the switches in every build, so that they can name other hosts.
 GRADE_BUILD = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) -DLLMC_TEST_SWITCHES
-# The tests, and the functions of train_gpt2.cu that some of them call.
-UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(wildcard test/unit/test_*.cpp)) \
+# The tests, and the functions of train_gpt2.cu that some of them call. Kernels are templates that the
+# FP32 build tests with every type, so the BF16 one has only the tests that name the build's own types.
+UNIT_SOURCES := $(if $(filter BF16,$(CPU_PRECISION)),$(shell grep -lwE 'floatX|gradX|LLMC_BF16' \
+    test/unit/test_*.cpp),$(wildcard test/unit/test_*.cpp))
+UNIT_OBJECTS := $(patsubst test/unit/%.cpp,$(CPU_DIR)/unit/%.o,$(UNIT_SOURCES)) \
     $(CPU_DIR)/unit/train_gpt2.o
 
 $(eval $(call stamp,$(CPU_DIR)/trainer.flags,$$(TRAINER_BUILD) $$(CPU_LIBS) # $$(CPU_ID)))
