@@ -35,7 +35,6 @@ namespace attention_detail {
 struct HeadShape {
     int T, NH, HS;
     float scale;  // 1 / sqrt(HS)
-    bool wide;    // a head's rows start and end at multiples of 16 bytes
 
     __host__ __device__ size_t channels() const { return static_cast<size_t>(NH) * HS; }
     // Places of one head's first element, in (B,T,C), in (B,T,3,NH,HS) and in (B,NH,T).
@@ -51,8 +50,7 @@ struct HeadShape {
 enum class Pass { kForward, kBackward };
 
 // Sizes of tiles for heads padded to D elements of type T. Chosen so that a block stays below the 99
-// KiB that every GPU since sm_80 gives it, and a thread below 255 registers. With kWide the kernel is
-// only for shapes that are wide, else it looks.
+// KiB that every GPU since sm_80 gives it, and a thread below 255 registers.
 template <class T, int D, bool kWideCopies, Pass kPass>
 struct Tiles {
     static constexpr bool kWide = kWideCopies;
@@ -107,7 +105,7 @@ __device__ inline float largest_of_row(float value) {
 template <class T, int D, class Sizes, int kRows>
 __device__ void copy_tile(T* tile, const T* from, size_t stride, int first,
                           const HeadShape& shape) {
-    if (Sizes::kWide || shape.wide) {
+    if constexpr (Sizes::kWide) {
         // A thread copies the same 16 bytes of every kStep-th row.
         constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
         constexpr int kStep = Sizes::kThreads * kWidth / D;
@@ -318,7 +316,7 @@ __device__ void store_rows(T* to, size_t stride, const float (&c)[M][N][4],
                 const int column = fragment_column(n, 0);
                 const float first = c[m][n][2 * half] * factor[m][half];
                 const float second = c[m][n][2 * half + 1] * factor[m][half];
-                if (kWide || shape.wide) {
+                if constexpr (kWide) {
                     if (column < shape.HS) store_pair(place + n * 8, first, second);
                 } else {
                     if (column < shape.HS) place[n * 8] = narrow<T>(first);
@@ -663,8 +661,7 @@ __global__ void __launch_bounds__(Tiles<T, D, kWide, Pass::kBackward>::kThreads,
 
 constexpr int kMaxHeadSize = 256;
 
-inline HeadShape checked_shape(const char* launcher, int B, int T, int C, int NH,
-                               size_t element_bytes) {
+inline HeadShape checked_shape(const char* launcher, int B, int T, int C, int NH) {
     if (B <= 0 || T <= 0 || C <= 0 || NH <= 0) {
         throw Error(
             format("%s: B %d, T %d, C %d and NH %d must all be positive", launcher, B, T, C, NH));
@@ -679,7 +676,7 @@ inline HeadShape checked_shape(const char* launcher, int B, int T, int C, int NH
                    "kernel for; use more heads",
                    launcher, HS, C, NH, kMaxHeadSize));
     }
-    return {T, NH, HS, 1.0f / std::sqrt(static_cast<float>(HS)), HS * element_bytes % 16 == 0};
+    return {T, NH, HS, 1.0f / std::sqrt(static_cast<float>(HS))};
 }
 
 // Starts one block for every kRows rows of every head.
@@ -738,19 +735,19 @@ void backward_padded(T* dqkv, const T* dout, const T* qkv, const T* out, const f
     }
 }
 
-// Calls use(padded head size, whether the kernel is for wide shapes alone) with the two as types of
-// constants. Sizes in use have kernels for wide shapes; the rest share kernels that look, of which
-// there are few, since each takes seconds to compile.
-template <class Use>
-void with_padded_head(const HeadShape& shape, Use&& use) {
-    if (shape.HS <= 64 && shape.wide) {
-        use(std::integral_constant<int, 64>(), std::true_type());
-    } else if (shape.HS <= 64) {
-        use(std::integral_constant<int, 64>(), std::false_type());
-    } else if (shape.HS <= 128 && shape.wide) {
+// Calls use(padded head size, whether rows are copied 16 bytes at a time) with the two as types of
+// constants. Rows whose ends are not multiples of 16 bytes take a slow path, in fewer sizes.
+template <class T, class Use>
+void with_padded_head(int HS, Use&& use) {
+    const bool wide = HS * sizeof(T) % 16 == 0;
+    if (HS <= 64) {
+        const std::integral_constant<int, 64> padded;
+        wide ? use(padded, std::true_type()) : use(padded, std::false_type());
+    } else if (HS <= 128 && wide) {
         use(std::integral_constant<int, 128>(), std::true_type());
     } else {
-        use(std::integral_constant<int, kMaxHeadSize>(), std::false_type());
+        const std::integral_constant<int, kMaxHeadSize> padded;
+        wide ? use(padded, std::true_type()) : use(padded, std::false_type());
     }
 }
 
@@ -761,8 +758,8 @@ void with_padded_head(const HeadShape& shape, Use&& use) {
 template <class X>
 void own_attention_forward(X* out, float* lse, const X* qkv, int B, int T, int C, int NH,
                            cudaStream_t stream) {
-    const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH, sizeof(X));
-    attention_detail::with_padded_head(shape, [&](auto padded, auto wide) {
+    const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
+    attention_detail::with_padded_head<X>(shape.HS, [&](auto padded, auto wide) {
         attention_detail::forward_padded<X, padded.value, wide.value>(out, lse, qkv, B, shape,
                                                                       stream);
     });
@@ -776,9 +773,8 @@ inline size_t own_attention_backward_scratch_bytes(int B, int T, int, int NH) {
 template <class X>
 void own_attention_backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* lse,
                             void* scratch, int B, int T, int C, int NH, cudaStream_t stream) {
-    const auto shape =
-        attention_detail::checked_shape("attention_backward", B, T, C, NH, sizeof(X));
-    attention_detail::with_padded_head(shape, [&](auto padded, auto wide) {
+    const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
+    attention_detail::with_padded_head<X>(shape.HS, [&](auto padded, auto wide) {
         attention_detail::backward_padded<X, padded.value, wide.value>(
             dqkv, dout, qkv, out, lse, static_cast<float*>(scratch), B, shape, stream);
     });
@@ -826,8 +822,7 @@ inline void attention_forward(floatX* out, float* lse, const floatX* qkv, void* 
                               int T, int C, int NH, cudaStream_t stream) {
     (void)scratch;
 #ifdef LLMC_CUDNN
-    const auto shape =
-        attention_detail::checked_shape("attention_forward", B, T, C, NH, sizeof(floatX));
+    const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
     if constexpr (std::is_same_v<floatX, bf16>) {
         if (attention_detail::cudnn_takes(T, shape.HS)) {
             return cudnn_attention_forward(out, lse, qkv, scratch, B, T, NH, shape.HS, stream);
@@ -851,8 +846,7 @@ inline void attention_backward(floatX* dqkv, const floatX* dout, const floatX* q
                                const floatX* out, const float* lse, void* scratch, int B, int T,
                                int C, int NH, cudaStream_t stream) {
 #ifdef LLMC_CUDNN
-    const auto shape =
-        attention_detail::checked_shape("attention_backward", B, T, C, NH, sizeof(floatX));
+    const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
     if constexpr (std::is_same_v<floatX, bf16>) {
         if (attention_detail::cudnn_takes(T, shape.HS)) {
             return cudnn_attention_backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, shape.HS,

@@ -23,11 +23,16 @@
 #include "llmc/cuda_common.h"
 #include "llmc/precision.h"
 #ifndef LLMC_CPU
-#include "llmc/launchers.h"
+#include "llmc/attention.cuh"
 #include "llmc/matmul_table.h"
 #endif
 
 namespace llmc {
+
+#ifndef LLMC_CPU
+// Does nothing; asking for its attributes tells whether this build has code for the GPU at hand.
+static __global__ void device_info_probe_kernel() {}
+#endif
 
 #ifdef LLMC_CPU
 
@@ -247,7 +252,7 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
     cuda_check(cudaDriverGetVersion(&driver));
     return {{"CUDA runtime", std::to_string(runtime)},
             {"CUDA driver", std::to_string(driver)},
-            {"cuBLASLt", std::to_string(matmul_library_version())},
+            {"cuBLASLt", std::to_string(cublasLtGetVersion())},
             {"cuBLASLt algorithms",
              format("%016llx", static_cast<unsigned long long>(hash_tuned(tuned_products())))},
             {"attention", attention_backend(64)}};
@@ -272,7 +277,9 @@ inline void require_device(int index) {
         throw Error(format("%s: compute capability %d.%d has no bf16; build with PRECISION=FP32",
                            p.name, p.major, p.minor));
     }
-    if (!device_has_code()) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, device_info_probe_kernel) != cudaSuccess) {
+        cudaGetLastError();
         throw Error(
             format("%s: this build has no code for compute capability %d.%d; build with "
                    "GPU_ARCH=%d%d",

@@ -111,10 +111,6 @@
 //       rate and step from *inputs; nothing when state->skip is set. The new value is computed in
 //       fp32 from master, or from param where master is null; stored to master; and to param
 //       rounded stochastically by (seed, step, element index) when T is bf16.
-//
-// with CUDA alone, and no launches
-//   device_has_code()             whether this program has kernels for the GPU at hand
-//   matmul_library_version()      as cublasLtGetVersion
 #pragma once
 
 #include <cuda_runtime.h>
@@ -133,16 +129,10 @@
 namespace llmc {
 using namespace cpu;
 }
-#elif defined(LLMC_KERNELS_APART)
-#include "llmc/launchers_apart.h"
-namespace llmc {
-using namespace apart;
-}
 #else
 #include "llmc/adamw.cuh"
 #include "llmc/attention.cuh"
 #include "llmc/bias.cuh"
-#include "llmc/device_code.cuh"
 #include "llmc/encoder.cuh"
 #include "llmc/fused_classifier.cuh"
 #include "llmc/gelu.cuh"

@@ -297,10 +297,6 @@ inline bool has_product(ProductKey key, Epilogue epilogue) {
 // ============================================================================
 // launchers
 
-inline size_t matmul_library_version() {
-    return cublasLtGetVersion();
-}
-
 // Whether fp32 products may round their factors to TF32 (-f). True until this is called.
 inline void matmul_allow_tf32(bool allow) {
     matmul_detail::cublaslt().tf32 = allow;

@@ -10,9 +10,6 @@
 
 #include "llmc/cuda_common.h"
 #include "llmc/test_switches.h"
-#ifdef LLMC_KERNELS_APART
-#include "llmc/launchers_apart.h"
-#endif
 
 namespace llmc {
 
@@ -29,8 +26,6 @@ inline void delay_stream(int microseconds, cudaStream_t stream) {
         },
         reinterpret_cast<void*>(static_cast<intptr_t>(microseconds))));
 }
-#elif defined(LLMC_KERNELS_APART)
-using apart::delay_stream;
 #else
 static __global__ void delay_kernel(unsigned long long nanoseconds) {
     unsigned long long start, now;

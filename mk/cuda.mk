@@ -27,15 +27,12 @@ cuda_checks = $(if $(CUDA_TOO_OLD),$(error PRECISION=BF16 needs compute capabili
 # As lib in find.mk, for nvcc.
 nvcc_lib = $(foreach d,$(filter-out $(LIB_DIRS),$($(1)_LIB)),-L$(d) -Xlinker -rpath,$(d))
 
-# Of code for the host, and for the GPU as well. -O is the host's alone: kernels are always optimised.
-CUDA_HOST_FLAGS = -std=c++17 -I. $(if $(WARNINGS_ARE_ERRORS),-Xcompiler -Werror) \
+CUDA_FLAGS = -std=c++17 -O3 -I. --threads $(words $(CUDA_ARCHS)) \
+    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+    $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings -Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-pthread,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
     $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) \
     $(if $(filter 1,$(SWITCHES)),-DLLMC_TEST_SWITCHES) $(CUDA_MULTI_FLAGS)
-CUDA_GPU_FLAGS = $(CUDA_HOST_FLAGS) $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings) \
-    --threads $(words $(CUDA_ARCHS)) \
-    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a))
-CUDA_FLAGS = $(CUDA_GPU_FLAGS) -O3
 CUDA_LIBS = $(call nvcc_lib,CUDA) -lcublasLt $(CUDA_MULTI_LIBS) $(CUDA_CUDNN_LIBS) -ldl
 
 CUDA_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(NCCL_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
@@ -49,57 +46,32 @@ CUDA_MULTI_FLAGS += -DUSE_MPI -DOMPI_SKIP_MPICXX=1 $(call inc,OPENMPI)
 CUDA_MULTI_LIBS += $(call nvcc_lib,OPENMPI) -lmpi
 endif
 
-# The cuDNN front-end takes longest to compile: an object of its own, which depends on nothing that
-# the rest is built with. It opens cuDNN and the driver at run time, so that the program starts
-# without them; where cuDNN is must be known then. -Og is -O1 without the passes that take a third of
-# the time and speed up nothing that is called more than once a launch.
+# The cuDNN front-end takes more than half a minute to compile: an object of its own, which depends
+# on nothing that the rest is built with. It opens cuDNN and the driver at run time, so that the
+# program starts without them; where cuDNN is must be known then.
 ifneq ($(WITH_CUDNN),)
 CUDNN_OBJECT := $(BUILD)/cudnn/cudnn_att.o
 CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN)
 endif
-CUDNN_COMPILE = $(NVCC) -std=c++17 -I. -Xcompiler -Og,-Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
+CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
     $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB
 
-# The trainer in pieces that are compiled side by side (llmc/launchers_apart.h): its own code, which
-# is C++, and the kernels.
-CUDA_APART = $(NVCC) -x c++ $(CUDA_HOST_FLAGS) -DLLMC_KERNELS_APART
-CUDA_TRAINER_COMPILE = $(CUDA_APART) -O2 -DLLMC_COMMIT='"$(COMMIT)"'
-CUDA_KERNELS_COMPILE = $(NVCC) $(CUDA_GPU_FLAGS) -O1
-CUDA_KERNEL_OBJECTS := $(patsubst llmc/%.cu,$(CUDA_DIR)/%.o,$(wildcard llmc/launchers_*.cu))
-# As many at a time as there are cores, unless the caller has decided.
-ifneq ($(filter all train_gpt2cu gpu_tests,$(or $(MAKECMDGOALS),all)),)
-CUDA_JOBS := $(if $(filter -j%,$(MAKEFLAGS))$(findstring jobserver,$(MAKEFLAGS)),,-j$(shell nproc))
-MAKEFLAGS += $(CUDA_JOBS)
-endif
-
-# And in one piece, for programs that are built with it.
 CUDA_TRAINER_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_COMMIT='"$(COMMIT)"'
 TUNE_BUILD = $(NVCC) $(CUDA_FLAGS)
 GRADE_CUDA_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_TEST_SWITCHES
 GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(call inc,OPENBLAS)
-GPU_TEST_APART = $(CUDA_APART) -O1 -DLLMC_NO_MAIN $(call inc,GTEST)
 GPU_TEST_LIBS = $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(call nvcc_lib,OPENBLAS) -lopenblas
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
 $(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_BUILD) $$(CUDA_LIBS)))
-$(eval $(call stamp,$(CUDA_DIR)/apart.flags,$$(CUDA_TRAINER_COMPILE) $$(CUDA_LIBS)))
-$(eval $(call stamp,$(CUDA_DIR)/kernels.flags,$$(CUDA_KERNELS_COMPILE)))
 $(eval $(call stamp,$(CUDA_DIR)/tune.flags,$$(TUNE_BUILD)))
 $(eval $(call stamp,$(CUDA_DIR)/grade.flags,$$(GRADE_CUDA_BUILD) $$(CUDA_LIBS)))
-$(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE) $$(GPU_TEST_APART)))
+$(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE)))
 $(eval $(call stamp,$(BUILD)/cudnn/cudnn.flags,$$(CUDNN_COMPILE)))
 
-# What takes longest comes first.
-$(CUDA_DIR)/train_gpt2cu: $(CUDNN_OBJECT) $(CUDA_DIR)/train_gpt2.o $(CUDA_KERNEL_OBJECTS)
-	$(NVCC) $^ -o $@ $(CUDA_LIBS)
-
-$(CUDA_DIR)/train_gpt2.o: train_gpt2.cu $(CUDA_DIR)/apart.flags
+$(CUDA_DIR)/train_gpt2cu: train_gpt2.cu $(CUDNN_OBJECT) $(CUDA_DIR)/trainer.flags
 	$(cuda_checks)
-	$(CUDA_TRAINER_COMPILE) $(DEPFLAGS) -c $< -o $@
-
-$(CUDA_KERNEL_OBJECTS): $(CUDA_DIR)/%.o: llmc/%.cu $(CUDA_DIR)/kernels.flags
-	$(cuda_checks)
-	$(CUDA_KERNELS_COMPILE) $(DEPFLAGS) -c $< -o $@
+	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
 
 $(BUILD)/cudnn/cudnn_att.o: llmc/cudnn_att.cpp $(BUILD)/cudnn/cudnn.flags
 	$(cuda_checks)
@@ -119,24 +91,23 @@ $(CUDA_DIR)/grade_checks: test/grade/checks.cu $(CUDNN_OBJECT) $(CUDA_DIR)/grade
 GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu)) \
     $(CUDA_DIR)/gpu/test_gpt2.o $(CUDA_DIR)/gpu/train_gpt2.o
 
-# $(call gpu_test_object,OBJECT,SOURCE,COMPILER)
 define gpu_test_object
 $(1): $(2) $(CUDA_DIR)/gpu.flags
 	$$(cuda_checks)
 	$$(call need,GoogleTest,GTEST,GTEST_PATH)
 	$$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
 	@mkdir -p $$(@D)
-	$$($(3)) $$(DEPFLAGS) -c $$< -o $$@
+	$$(GPU_TEST_COMPILE) $$(DEPFLAGS) -DLLMC_NO_MAIN -x cu -c $$< -o $$@
 endef
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/%.o,test/gpu/%.cu,GPU_TEST_COMPILE))
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/test_gpt2.o,test/unit/test_gpt2.cpp,GPU_TEST_APART))
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu,GPU_TEST_APART))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/%.o,test/gpu/%.cu))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/test_gpt2.o,test/unit/test_gpt2.cpp))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu))
 
-$(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDA_KERNEL_OBJECTS) $(CUDNN_OBJECT)
+$(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDNN_OBJECT)
 	$(NVCC) $^ -o $@ $(GPU_TEST_LIBS) $(CUDA_LIBS)
 
 -include $(CUDA_DIR)/grade_checks.d
--include $(CUDA_DIR)/train_gpt2.o.d $(CUDA_KERNEL_OBJECTS:=.d) $(CUDA_DIR)/tune.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
+-include $(CUDA_DIR)/train_gpt2cu.d $(CUDA_DIR)/tune.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
 else
 $(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/grade_checks $(CUDA_DIR)/gpu_tests $(CUDA_DIR)/tune: FORCE
 	@echo "error: $(if $(CUDA_CODE),$(call missing,nvcc,NVCC,CUDA_HOME),the CUDA kernels are not part of this version yet; make train_gpt2cpu builds the CPU one)" >&2; exit 1

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import REPO_ROOT, SHAPE, Trainer, Workplace, assert_refused, snapshot
+from helpers import SHAPE, Trainer, Workplace, assert_refused, snapshot
 from test_build import install, make
 
 # ----------------------------------------------------------------------------------------- make
-
-KERNELS = "llmc/launchers_attention.cu"  # some of them
 
 
 @pytest.fixture
@@ -41,14 +39,6 @@ def compile_line(arguments: list[str], source: str = "train_gpt2.cu") -> str:
     return line
 
 
-def link_line(arguments: list[str]) -> str:
-    """The line by which make would link the trainer."""
-    result = make(*arguments, "train_gpt2cu")
-    assert result.returncode == 0, result.stderr
-    (line,) = re.findall(r"^\S+/nvcc .* -o \S+/train_gpt2cu .*$", result.stdout, re.MULTILINE)
-    return line
-
-
 def refusal(arguments: list[str]) -> str:
     """The one line with which make stops."""
     result = make(*arguments, "train_gpt2cu")
@@ -60,13 +50,13 @@ def refusal(arguments: list[str]) -> str:
 def test_cudnn_is_used_where_it_and_its_front_end_are_found(
     toolkit: list[str], tmp_path: Path
 ) -> None:
-    assert "-DLLMC_CUDNN" in compile_line(toolkit, KERNELS)
-    link = link_line(toolkit)
-    assert "cudnn_att.o" in link and "cuda-bf16-cudnn/train_gpt2cu" in link
-    assert f"-rpath,{tmp_path}/lib" in link, "cuDNN is opened at run time"
+    with_cudnn = compile_line(toolkit)
+    assert "-DLLMC_CUDNN" in with_cudnn and "cudnn_att.o" in with_cudnn
+    assert f"-rpath,{tmp_path}/lib" in with_cudnn, "cuDNN is opened at run time"
+    assert "cuda-bf16-cudnn/train_gpt2cu" in with_cudnn
     for without in (["USE_CUDNN=0"], ["PRECISION=FP32"]):
-        assert "LLMC_CUDNN" not in compile_line([*toolkit, *without], KERNELS), without
-        assert "cudnn_att.o" not in link_line([*toolkit, *without]), without
+        line = compile_line([*toolkit, *without])
+        assert "LLMC_CUDNN" not in line and "cudnn_att.o" not in line, without
     (tmp_path / "include" / "cudnn_frontend.h").unlink()
     assert "LLMC_CUDNN" not in compile_line(toolkit)
 
@@ -85,19 +75,7 @@ def test_cudnns_object_does_not_depend_on_how_the_rest_is_built(toolkit: list[st
         compile_line([*toolkit, *more], "llmc/cudnn_att.cpp")
         for more in ([], ["GRAD_PRECISION=FP32"], ["GPU_ARCH=80 90"], ["NO_USE_MPI="])
     }
-    assert len(lines) == 1 and "-Og" in lines.pop()
-
-
-def test_the_trainers_own_code_does_not_depend_on_the_gpu(toolkit: list[str]) -> None:
-    """It is C++: compiled once, beside the kernels, and not again for another GPU."""
-    lines = {compile_line([*toolkit, f"GPU_ARCH={arch}"]) for arch in ("90", "80 90")}
-    assert len(lines) == 1 and "-x c++" in lines.pop()
-    link = link_line(toolkit)
-    sources = sorted((REPO_ROOT / "llmc").glob("launchers_*.cu"))
-    assert len(sources) >= 3
-    for source in sources:
-        compile_line(toolkit, f"llmc/{source.name}")
-        assert f"/{source.stem}.o " in link
+    assert len(lines) == 1 and "-O1" in lines.pop()
 
 
 @pytest.mark.parametrize("arch", ["70", "75", "90 75"])
@@ -105,7 +83,7 @@ def test_bf16_for_a_gpu_that_has_none_is_one_line(toolkit: list[str], arch: str)
     line = refusal([*toolkit, f"GPU_ARCH={arch}"])
     assert f"sm_{arch.split()[-1]}" in line and "PRECISION=FP32" in line
     assert f"sm_{arch.split()[-1]}" in compile_line(
-        [*toolkit, f"GPU_ARCH={arch}", "PRECISION=FP32"], KERNELS)
+        [*toolkit, f"GPU_ARCH={arch}", "PRECISION=FP32"])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +99,7 @@ def test_the_gpu_at_hand_decides_what_is_compiled_for(
     tool.write_text(f"#!/bin/sh\n{answer}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    line = compile_line([*toolkit, "GPU_ARCH="], KERNELS)
+    line = compile_line([*toolkit, "GPU_ARCH="])
     assert re.findall(r"code=sm_(\d+)", line) == expected
 
 
