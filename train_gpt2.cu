@@ -6,6 +6,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "llmc/dataloader.h"
@@ -470,6 +472,7 @@ std::vector<int> generate(Run& run, int step) {
 }
 
 void print_sample(Run& run, int step) {
+    multi_gpu_busy_with(&run.multi_gpu, "sampling");
     std::vector<int> tokens;
     try {
         tokens = generate(run, step);
@@ -522,6 +525,7 @@ void save(Run& run, int step) {
         make_state_header(run.model, options, run.batch.total_tokens, run.train_data->data_hash());
     multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
     print0(run, "writing checkpoint of step %d to %s\n", step, options.output_dir.c_str());
+    multi_gpu_busy_with(&run.multi_gpu, "writing a checkpoint");
     gpt2_save_checkpoint(&run.model, run.multi_gpu, header, options.output_dir, step);
     multi_gpu_together(run.multi_gpu, [&] {
         if (!run.is_main()) return;
@@ -688,16 +692,27 @@ int set_up_and_train(Run& run) {
     return train(run);
 }
 
+bool started_by_mpirun() {
+    return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
+}
+
 // An error that all ranks know of is printed by rank 0 alone. One that this rank alone has seen may find
 // the others waiting for it: they are told, and the process ends without waiting for them.
 int run_among_ranks(Run& run) {
     int status = 0;
     try {
         status = set_up_and_train(run);
-    } catch (const AgreedError&) {
-        const bool is_main = run.is_main();
+    } catch (const AgreedError& error) {
+        // mpirun ends the others when the first is gone: nobody goes before rank 0 has printed.
+        std::fflush(stdout);
+        if (run.is_main()) {
+            std::fprintf(stderr, "%s: %s\n", kProgramName, error.what());
+        } else if (!started_by_mpirun()) {  // where output is apart for each rank
+            std::fprintf(stderr, "%s: rank %d: ended, rank 0 says why\n", kProgramName,
+                         run.multi_gpu.process_rank);
+        }
+        multi_gpu_barrier(&run.multi_gpu);
         multi_gpu_config_free(&run.multi_gpu);
-        if (is_main) throw;
         return 1;
     } catch (const std::exception& error) {
         if (run.multi_gpu.num_processes > 1) multi_gpu_abandon(run.multi_gpu, error.what());
@@ -713,10 +728,11 @@ int run_program(int argc, char** argv) {
     try {
         run.options = parse_options(argc, argv);
     } catch (const Error&) {
-        // mpirun gives all ranks the same flags: one line about them is enough.
-        const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
-        if (rank != nullptr && std::atoi(rank) > 0) return 1;
-        throw;
+        // mpirun gives all ranks the same flags: one line about them is enough. It ends the others when
+        // the first is gone, so rank 0 comes first.
+        if (!started_by_mpirun() || std::atoi(std::getenv("OMPI_COMM_WORLD_RANK")) == 0) throw;
+        std::this_thread::sleep_for(std::chrono::seconds(1));
+        return 1;
     }
     if (run.options.help) {
         std::printf("%s", help_text(argv[0]).c_str());

@@ -8,6 +8,7 @@
 #include "llmc/dataloader.h"
 #include "llmc/gpt2.h"
 #include "llmc/memory_plan.h"
+#include "llmc/zero.cuh"
 
 namespace llmc {
 
@@ -104,7 +105,9 @@ class BatchUpload {
     void plan_host(MemoryPlan* memory) const {
         memory->reserve("inputs", "evaluation, being read", 2 * 2 * count_ * sizeof(int));
     }
-    void open() {
+    // `multi_gpu` must live as long as this.
+    void open(const MultiGpuConfig* multi_gpu) {
+        multi_gpu_ = multi_gpu;
         for (Slot& slot : slots_) {
             slot.inputs = PinnedBuffer<int>(count_);
             slot.targets = PinnedBuffer<int>(count_);
@@ -119,7 +122,7 @@ class BatchUpload {
     template <class Fill>
     MicroBatch put(cudaStream_t stream, Fill&& fill) {
         Slot& slot = slots_[next_++ % 2];
-        cuda_check(cudaEventSynchronize(slot.copied));
+        multi_gpu_wait_for(slot.copied, multi_gpu_);
         fill(slot.inputs.get(), slot.targets.get());
         const size_t bytes = count_ * sizeof(int);
         cuda_check(
@@ -137,6 +140,7 @@ class BatchUpload {
         cudaEvent_t copied = nullptr;
     };
     Slot slots_[2];
+    const MultiGpuConfig* multi_gpu_ = nullptr;  // the stream may wait for other ranks
     unsigned next_ = 0;
     size_t count_ = 0;
     int* inputs_ = nullptr;

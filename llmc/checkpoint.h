@@ -225,12 +225,33 @@ inline void delete_checkpoint(const std::string& folder, int step) {
     for (const std::string& name : names) ::unlink((folder + "/" + name).c_str());
 }
 
+// Steps of which there are files but no mark: a writer was killed, or could not go on.
+inline std::vector<int> incomplete_checkpoints(const std::string& folder) {
+    std::vector<int> steps;
+    if (DIR* dir = ::opendir(folder.c_str())) {
+        while (const dirent* entry = ::readdir(dir)) {
+            int step = 0;
+            if (std::sscanf(entry->d_name, "model_%8d.bin", &step) != 1 &&
+                std::sscanf(entry->d_name, "state_%8d_", &step) != 1) {
+                continue;
+            }
+            if (::access(done_path(folder, step).c_str(), F_OK) != 0) steps.push_back(step);
+        }
+        ::closedir(dir);
+    }
+    return steps;
+}
+
 // Deletes all but the newest `keep` checkpoints that are not major ones (steps that `major_every`
-// divides; 0: none is major). keep 0 keeps all.
+// divides; 0: none is major), keep 0 keeps all; and incomplete ones older than the newest.
 inline void prune_checkpoints(const std::string& folder, int keep, int major_every) {
+    const std::vector<int> complete = complete_checkpoints(folder);
+    for (const int step : incomplete_checkpoints(folder)) {
+        if (!complete.empty() && step < complete.back()) delete_checkpoint(folder, step);
+    }
     if (keep <= 0) return;
     std::vector<int> minor;
-    for (int step : complete_checkpoints(folder)) {
+    for (int step : complete) {
         if (major_every <= 0 || step % major_every != 0) minor.push_back(step);
     }
     for (size_t i = 0; i + static_cast<size_t>(keep) < minor.size(); ++i) {

@@ -353,11 +353,6 @@ inline void prepare(Run& run) {
             print0(run, "note: %s\n", note.c_str());
         }
     }
-    print_plan(run);
-    if (run.multi_gpu.num_processes > 1 && !run.model.plan.canonical) {
-        print0(run, "bit equality across GPU counts is off: %s\n", run.model.plan.why_not.c_str());
-    }
-    check_memory(run);
 }
 
 // What must be the same on all ranks for their results to be: a line each, NAME VALUE.
@@ -410,10 +405,17 @@ inline void compare_ranks(const Run& run) {
 // all.
 inline void set_up(Run& run) {
     const Options& options = run.options;
+    const std::vector<std::string>& arguments = run.command_line;
+    const auto is_given = [&](const char* flag) {
+        return std::count(arguments.begin(), arguments.end(), flag) > 0;
+    };
+    if (options.init_method != "mpi" && !is_given("-pn")) {
+        throw Error(format("-pi %s: needs -pn, the number of processes, and -pr, this one's rank",
+                           options.init_method.c_str()));
+    }
 #if defined(MULTI_GPU) && !defined(USE_MPI)
     // mpi is the default, with which a lone process runs; who asks for it does not mean that.
-    const std::vector<std::string>& words = run.command_line;
-    if (options.init_method == "mpi" && std::count(words.begin(), words.end(), "-pi") > 0) {
+    if (options.init_method == "mpi" && is_given("-pi")) {
         throw Error("-pi mpi: this build has no MPI; give -pi tcp or fs, or build with OpenMPI");
     }
 #endif
@@ -422,6 +424,11 @@ inline void set_up(Run& run) {
                                           options.shared_folder, options.init_method, options.port);
     multi_gpu_together(run.multi_gpu, [&] { prepare(run); });
     compare_ranks(run);
+    print_plan(run);
+    if (run.multi_gpu.num_processes > 1 && !run.model.plan.canonical) {
+        print0(run, "bit equality across GPU counts is off: %s\n", run.model.plan.why_not.c_str());
+    }
+    multi_gpu_together(run.multi_gpu, [&] { check_memory(run); });
 }
 
 // Takes the output folder for this run alone, and records the start in it.
@@ -471,14 +478,29 @@ inline void set_weights(Run& run) {
     cuda_check(cudaDeviceSynchronize());
 }
 
+// Throws Error on every rank when one has read other weights than rank 0: its file is another.
+inline void compare_weights(const Run& run) {
+    if (run.multi_gpu.num_processes == 1) return;
+    const uint64_t own = hash_of_tensors(run.model.params, MultiGpuConfig{}, run.model.layout);
+    const std::vector<uint64_t> hashes =
+        multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "comparison of weights");
+    for (size_t rank = 1; rank < hashes.size(); ++rank) {
+        if (hashes[rank] == hashes[0]) continue;
+        throw AgreedError(
+            format("rank %zu starts from other weights than rank 0: its %s is another file", rank,
+                   run.checkpoint ? "checkpoint" : ("-e " + run.options.model).c_str()));
+    }
+}
+
 // Memory, weights and the output folder. An error of one rank is an error of all.
 inline void start(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] {
         gpt2_allocate(&run.model, run.multi_gpu);
         run.step_upload.open();
-        run.batch_upload.open();
+        run.batch_upload.open(&run.multi_gpu);
         set_weights(run);
     });
+    compare_weights(run);
     multi_gpu_together(run.multi_gpu, [&] {
         if (!run.options.output_dir.empty() && run.is_main()) open_output(run);
     });

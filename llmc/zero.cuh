@@ -154,6 +154,7 @@ inline void multi_gpu_wait_for(cudaEvent_t event, const MultiGpuConfig* config) 
             if (status != cudaErrorNotReady) cuda_check(status);
             return status == cudaSuccess;
         });
+        config->watch->step_ends();
         return;
     }
 #endif
@@ -363,10 +364,23 @@ inline void multi_gpu_gather_weights(floatX* const* tensors, const size_t* sizes
 #endif
 }
 
-// From here on collectives belong to `step`, for messages.
+// Says to the other ranks what this one does for a while without them. `what` must be a string that lasts.
+inline void multi_gpu_busy_with(const MultiGpuConfig* config, const char* what) {
+#ifdef MULTI_GPU
+    if (config->log != nullptr)
+        config->peers->progress(config->log->step, config->log->count, what);
+#endif
+    (void)config;
+    (void)what;
+}
+
+// From here on, until multi_gpu_wait_for returns, the host works on `step`; messages name it.
 inline void multi_gpu_begin_step(const MultiGpuConfig* config, int step) {
 #ifdef MULTI_GPU
-    if (config->log != nullptr) config->log->step = step;
+    if (config->log != nullptr) {
+        config->log->step = step;
+        config->watch->step_begins();
+    }
 #endif
     (void)config;
     (void)step;

@@ -6,12 +6,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,6 +39,7 @@ struct AgreedError : Error {
 
 struct GradientExchange;  // zero_exchange.cuh
 struct CollectiveLog;
+class HostWatch;
 
 struct MultiGpuConfig {
     int process_rank = 0;
@@ -54,6 +58,7 @@ struct MultiGpuConfig {
     std::shared_ptr<Peers> peers;
     std::vector<int> nodes;  // node of each rank
     std::shared_ptr<CollectiveLog> log;
+    std::shared_ptr<HostWatch> watch;
     std::shared_ptr<GradientExchange> exchange;  // of the canonical path
     double time_limit_s = 600.0;                 // of every wait
     bool started_by_mpi = false;
@@ -162,6 +167,18 @@ struct CollectiveLog {
     std::_Exit(1);
 }
 
+// Ends this process since `what` has taken longer than the limit.
+[[noreturn]] inline void over_time(const MultiGpuConfig& config, const char* what) {
+    const std::string late = config.peers->late();
+    // Whoever was stopped himself finds the others gone.
+    const std::string failure = config.peers->failure();
+    if (!failure.empty()) lost_peer(config, failure);
+    const std::string why = format("%s took more than %g s (LLMC_COMM_TIMEOUT_S): %s", what,
+                                   config.time_limit_s, late.c_str());
+    config.peers->announce_failure(why);
+    lost_peer(config, why);
+}
+
 // Returns when done() does not return false any more. Ends the process when a rank or the
 // communicator fails, or the time limit is over.
 template <class Done>
@@ -184,10 +201,7 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
                                                       ncclGetLastError(config.nccl_comm)));
         }
         if (seconds_since(start) > config.time_limit_s) {
-            const std::string why = format("%s took more than %g s (LLMC_COMM_TIMEOUT_S): %s", what,
-                                           config.time_limit_s, config.peers->late().c_str());
-            config.peers->announce_failure(why);
-            lost_peer(config, why);
+            over_time(config, what);
         }
         // NCCL takes up to a tenth of a millisecond to queue a group, and the host waits for that some
         // ten times in a step: a sleep would cost as much again.
@@ -200,6 +214,60 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
     }
 }
 
+// Watches over the main thread where it cannot watch itself: a launch blocks once the device has
+// enough to do, which on a rank whose streams wait for a lost one is for ever. A thread ends the process
+// when a failure of another rank has been known for some seconds and the main thread has not reacted, or
+// when a step takes longer than the limit.
+class HostWatch {
+  public:
+    explicit HostWatch(const MultiGpuConfig& config) : config_(config) {
+        config_.watch.reset();
+        thread_ = std::thread([this] { run(); });
+    }
+    HostWatch(const HostWatch&) = delete;
+    HostWatch& operator=(const HostWatch&) = delete;
+    ~HostWatch() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_ = true;
+        }
+        changed_.notify_all();
+        thread_.join();
+    }
+
+    void step_begins() { step_start_ = Clock::now().time_since_epoch().count(); }
+    void step_ends() { step_start_ = 0; }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr double kReactSeconds = 10.0;
+
+    void run() {
+        double failed_for = 0.0;
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!changed_.wait_for(lock, std::chrono::milliseconds(500), [this] { return stop_; })) {
+            const std::string failure = config_.peers->failure();
+            failed_for = failure.empty() ? 0.0 : failed_for + 0.5;
+            if (failed_for > kReactSeconds) lost_peer(config_, failure);
+            const int64_t start = step_start_;
+            if (start == 0) continue;
+            const Clock::duration since = Clock::now().time_since_epoch() - Clock::duration(start);
+            // The main thread's own wait, which starts later, comes first where it can.
+            if (std::chrono::duration<double>(since).count() >
+                config_.time_limit_s + kReactSeconds) {
+                over_time(config_, "the step");
+            }
+        }
+    }
+
+    MultiGpuConfig config_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool stop_ = false;
+    std::atomic<int64_t> step_start_{0};
+    std::thread thread_;  // last: it reads the others
+};
+
 // Checks an NCCL call; waits until one that NCCL works on in the background has taken effect.
 inline void nccl_check(const MultiGpuConfig& config, ncclResult_t result, const char* what) {
     if (result == ncclInProgress) {
@@ -209,8 +277,11 @@ inline void nccl_check(const MultiGpuConfig& config, ncclResult_t result, const 
         });
     }
     if (result == ncclSuccess) return;
-    lost_peer(config, format("%s: %s: %s", what, ncclGetErrorString(result),
-                             ncclGetLastError(config.nccl_comm)));
+    // A rank's end shows here first at times; the control channel knows which one it was.
+    const std::string named = config.peers->wait_for_failure(2.0);
+    lost_peer(config, !named.empty() ? named
+                                     : format("%s: %s: %s", what, ncclGetErrorString(result),
+                                              ncclGetLastError(config.nccl_comm)));
 }
 
 // Waits on the host until `stream` has come as far as now.

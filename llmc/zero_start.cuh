@@ -334,6 +334,10 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
               "MPI_Comm_set_errhandler");
     mpi_check(MPI_Comm_rank(MPI_COMM_WORLD, &config->process_rank), "MPI_Comm_rank");
     mpi_check(MPI_Comm_size(MPI_COMM_WORLD, &config->num_processes), "MPI_Comm_size");
+    if (num_processes > 1 && num_processes != config->num_processes) {
+        throw Error(format("-pn %d: mpirun has started %d; leave out -pn, or give both the same",
+                           num_processes, config->num_processes));
+    }
     if (config->num_processes == 1) {
         refuse_lone_run(
             "MPI sees only this one; use an mpirun of the same MPI, srun --mpi=pmix, or -pi tcp");
@@ -394,12 +398,14 @@ inline void open_communicator(MultiGpuConfig* config, const ncclUniqueId& id,
     cuda_check(cudaMallocManaged(&config->unified_buffer, sizeof(float)));
     config->log = std::make_shared<CollectiveLog>();
     config->time_limit_s = step_limit_s;
+    config->watch = std::make_shared<HostWatch>(*config);
 }
 
 inline void close_communicator(MultiGpuConfig* config) {
     wait_for_stream(*config, "the end of the run", config->nccl_stream);
     nccl_check(*config, ncclCommFinalize(config->nccl_comm), "the end of NCCL");
     ncclCommDestroy(config->nccl_comm);
+    config->watch.reset();
     config->exchange.reset();
     config->log.reset();
     cudaEventDestroy(config->compute_nccl_sync);
