@@ -1,0 +1,93 @@
+"""Ranks of which one has another file, is lost where others do not look, or leaves things behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import Shape, Trainer, checkpoints, model_path, random_weights, write_model
+from many_ranks import Lab, Ranks, assert_all_refused, run_ranks, switches_binary
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("apart"))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_another_model_file_on_one_rank(
+    lab: Lab, fp32: Trainer, tmp_path: Path, zero: int
+) -> None:
+    """It trained on, with weights that belonged to neither file."""
+    for rank in (0, 1):
+        (tmp_path / f"{rank}").mkdir()
+        write_model(tmp_path / f"{rank}" / "m.bin", Shape(), random_weights(Shape(), seed=rank))
+    args = lab.args(8, {"-e": "m.bin", "-z": zero, "-o": tmp_path / "out", "-n": 5})
+    args = [arg for arg in args if arg != "--check-ranks"]
+
+    def in_own_folder(rank: int) -> list[str]:
+        return ["sh", "-c", f'cd "{tmp_path}/{rank}" && exec "$@"', "sh"]
+
+    run = run_ranks(fp32, 2, "tcp", args, lab.folder, prefix=in_own_folder)
+    assert_all_refused(run, "rank 1", "other weights", "-e")
+    assert not checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_mpirun_does_not_swallow_the_message(lab: Lab, fp32: Trainer, attempt: int) -> None:
+    """It ends all ranks when the first one goes, which was not always the one that had the word."""
+    wrong = [{"-i": "/nofile"}, {"-d": 100}, {"-o": "/proc/x"}, {"-b": 0}][attempt]
+    for _ in range(2):
+        run = run_ranks(fp32, 4, "mpi", lab.args(8, wrong), lab.folder)
+        assert_all_refused(run, next(iter(wrong)))
+
+
+def test_a_rank_that_stops_while_validation_waits_for_weights(
+    lab: Lab, pytestconfig: pytest.Config
+) -> None:
+    """The host waited for a copy behind weights that never came, out of reach of the time limit."""
+    trainer = switches_binary(pytestconfig)
+    limit = 4
+    env = {"LLMC_COMM_TIMEOUT_S": str(limit), "LLMC_DELAY_MAIN_US": "400000"}
+    args = lab.args(8, {"-x": 100000, "-z": 1, "-v": 1, "-m": 4})
+    args = [arg for arg in args if arg != "--check-ranks"]
+    with Ranks(trainer, 2, "tcp", args, lab.folder, env=env) as ranks:
+        ranks.wait_for_step(1)
+        ranks.signal(1, signal.SIGSTOP)
+        begin = time.monotonic()
+        ranks.wait_until(lambda: "rank 1" in ranks.stderr(0), limit + 20)
+        assert time.monotonic() - begin < limit + 18
+        ranks.signal(1, signal.SIGKILL)
+        ranks.wait(20)
+
+
+def test_leftovers_of_a_failed_save_go_with_the_next_one(
+    lab: Lab, fp32: Trainer, tmp_path: Path
+) -> None:
+    """Files of a checkpoint that was never complete stayed for ever."""
+    out = tmp_path / "out"
+    args = lab.args(8, {"-o": out, "-n": 2, "-x": 4, "-nk": 0})
+    fp32.train(args)
+    (out / "DONE_00000002").unlink()
+    assert model_path(out, 2).exists()
+    fp32.train(lab.args(8, {"-o": out, "-n": 2, "-x": 6, "-nk": 0, "-y": 1}))
+    assert checkpoints(out) == [4, 6]
+    assert not model_path(out, 2).exists()
+    assert not list(out.glob("state_00000002_*"))
+
+
+def test_pn_that_contradicts_mpirun(lab: Lab, fp32: Trainer) -> None:
+    run = run_ranks(fp32, 2, "mpi", [*lab.args(8), "-pn", 4], lab.folder)
+    assert_all_refused(run, "-pn 4", "2")
+
+
+@pytest.mark.parametrize("way", [["tcp", "-ps", "127.0.0.1"], ["fs", "-pf", "."]])
+def test_tcp_and_fs_need_the_number_of_processes(
+    lab: Lab, fp32: Trainer, way: list[str]
+) -> None:
+    """A forgotten -pn made rank 0 train alone."""
+    result = fp32.run([*lab.args(8), "-pi", *way])
+    assert result.status == 1 and "-pn" in result.stderr, f"{result}"
