@@ -1,4 +1,4 @@
-"""Ranks of which one has another file, is lost where others do not look, or leaves things behind."""
+"""Ranks with a file of their own, lost where others do not look, or leaving things behind."""
 
 from __future__ import annotations
 
