@@ -618,6 +618,7 @@ def test_kill_9_in_mid_step(lab: Lab, bf16: Trainer, way: str, victim: int, zero
     args = lab.args(8, {"-x": 1000000, "-z": zero})
     with Ranks(bf16, 4, way, args, lab.folder) as ranks:
         ranks.wait_for_step(3)
+        time.sleep(1)  # heartbeats, which come twice a second, have told where it was
         begin = time.monotonic()
         ranks.signal(victim, signal.SIGKILL)
         run = ranks.wait(30)
