@@ -655,7 +655,7 @@ def test_kill_stop(lab: Lab, bf16: Trainer, way: str, victim: int) -> None:
             texts = [ranks.stderr(rank) for rank in others]
             assert time.monotonic() - begin < limit + 5, f"ranks {others} still wait\n{texts}"
             time.sleep(0.05)
-        assert time.monotonic() - begin > 0.9 * limit, "gave up too early"
+        assert time.monotonic() - begin > limit / 2, "gave up too early"
         texts = [ranks.stderr(rank) for rank in others]
         if is_running(ranks.pid(victim)):
             ranks.signal(victim, signal.SIGKILL)
