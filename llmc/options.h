@@ -605,7 +605,7 @@ inline const char* value_word(const Flag& flag) {
 
 // --help: every flag with its meaning, right values and default, and examples.
 inline std::string help_text(const std::string& program) {
-    constexpr size_t kIndent = 14, kWidth = 100;
+    constexpr size_t kIndent = 18, kWidth = 100;
     std::string text = "Trains GPT-2.\n\nusage: " + program + " [flag value] ...\n";
     const char* group = "";
     for (const Flag& flag : flag_table()) {
