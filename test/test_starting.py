@@ -193,7 +193,8 @@ def test_a_rank_that_dies_while_others_are_awaited(lab: Lab, bf16: Trainer, way:
     args = lab.args(6, {"-x": 3})
     with Ranks(bf16, 3, way, args, lab.folder, only=[0, 1], env=LONGER) as ranks:
         time.sleep(0.5)
-        ranks.signal(1, signal.SIGKILL)
+        ranks.started[1].kill()
+        ranks.started[1].wait()
         ranks.start(1)
         ranks.start(2)
         assert_all_end_well(ranks.wait())
@@ -202,7 +203,7 @@ def test_a_rank_that_dies_while_others_are_awaited(lab: Lab, bf16: Trainer, way:
         ranks.signal(1, signal.SIGKILL)
         run = ranks.wait()
     assert_in_time(run, INIT_LIMIT + 3)
-    assert_refused(run.first, "rank 2", "rank 1")
+    assert_refused(run.first, "1", "2 of 3", "did not arrive")
 
 
 @pytest.mark.parametrize("way", ["tcp", "fs"])
