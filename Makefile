@@ -39,6 +39,10 @@ GLOO_PATH ?=
 GTEST_PATH ?=
 ## Arguments for pytest in the test targets, such as "-k resume"
 PYTEST_ARGS ?=
+## Compiler for `make fuzz`, with libFuzzer
+FUZZ_CXX ?= clang++
+## Runs of `make fuzz`
+FUZZ_RUNS ?= 100000
 ## Arguments for `make tune`, such as "--model d12:32"; --help lists them
 TUNE_ARGS ?=
 
@@ -161,8 +165,6 @@ test_full: setup
 	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
 
 # ---- fuzzing
-FUZZ_CXX ?= clang++
-FUZZ_RUNS ?= 100000
 FUZZ_DIR := $(BUILD)/fuzz
 FUZZ_FLAGS := -std=c++17 -march=$(CPU_ARCH) -ffp-contract=off -Wall -Wextra -pthread -I. -Illmc/cpu \
     -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all

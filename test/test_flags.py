@@ -459,6 +459,15 @@ def test_version(trainer: Trainer) -> None:
     assert trainer.precision.upper() in line and "commit" in line
 
 
+@covers("--check-ranks")
+def test_check_ranks_says_the_weights_hash_of_every_step(work: Workplace, fp32: Trainer) -> None:
+    """With several ranks: test_many_ranks.py."""
+    result = fp32.train(work.args({"-x": 2}, "--check-ranks", "--hash"))
+    lines = [line for line in result.stdout.splitlines() if line.startswith("weights of step")]
+    assert [line.split(":")[0] for line in lines] == [f"weights of step {n}" for n in range(3)]
+    assert result.hash in lines[-1], f"{result}"
+
+
 @covers("--dry-run")
 def test_dry_run(fp32: Trainer, work: Workplace) -> None:
     """Checks everything, prints the plan, trains and writes nothing."""
