@@ -12,6 +12,7 @@
 
 #include "llmc/cpu/blocks.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/rng.h"
 #include "llmc/step_state.h"
 #include "llmc/stochastic_rounding.h"
@@ -247,6 +248,7 @@ inline void adamw_update(const AdamwSegment<floatX, gradX>* segments, int num_se
     cpu::check_table("adamw_update", segments, num_segments);
     check_adamw_arguments(options, inputs, state);
     if (num_segments == 0 || max_count == 0) return;
+    const LauncherRange range("adamw_update", {{"segments", num_segments}}, 0);
     for_each_table_launch(
         num_segments, max_count, kAdamwPiece, 2 * kAdamwBlocks,
         [&](int first, int count, unsigned blocks) {

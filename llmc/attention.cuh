@@ -21,6 +21,7 @@
 #include "llmc/cuda_common.h"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/mma.cuh"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/precision.h"
 
 #ifdef LLMC_CUDNN
@@ -794,6 +795,17 @@ inline bool cudnn_takes(int T, int HS) {
 #endif
 }
 
+// Of `tensors` tensors (B,T,C), and lse.
+inline size_t least_bytes(int B, int T, int C, int NH, int tensors) {
+    const size_t rows = static_cast<size_t>(B) * T;
+    return bytes_of<floatX>(rows, C, tensors) + bytes_of<float>(rows, NH);
+}
+
+// Of `products` products of all heads: half of (T,T) each, since no position sees later ones.
+inline double causal_flops(int B, int T, int C, int products) {
+    return products * product_flops(static_cast<size_t>(B) * T, C, T) / 2.0;
+}
+
 }  // namespace attention_detail
 
 // Whose kernels compute attention for this head size: "cuDNN 9.14", say, or "own".
@@ -821,6 +833,9 @@ inline size_t attention_forward_scratch_bytes(int B, int T, int C, int NH) {
 inline void attention_forward(floatX* out, float* lse, const floatX* qkv, void* scratch, int B,
                               int T, int C, int NH, cudaStream_t stream) {
     (void)scratch;
+    const LauncherRange range("attention_forward", {{"B", B}, {"T", T}, {"C", C}, {"NH", NH}},
+                              attention_detail::least_bytes(B, T, C, NH, 4),
+                              attention_detail::causal_flops(B, T, C, 2));
 #ifdef LLMC_CUDNN
     const auto shape = attention_detail::checked_shape("attention_forward", B, T, C, NH);
     if constexpr (std::is_same_v<floatX, bf16>) {
@@ -845,6 +860,9 @@ inline size_t attention_backward_scratch_bytes(int B, int T, int C, int NH) {
 inline void attention_backward(floatX* dqkv, const floatX* dout, const floatX* qkv,
                                const floatX* out, const float* lse, void* scratch, int B, int T,
                                int C, int NH, cudaStream_t stream) {
+    const LauncherRange range("attention_backward", {{"B", B}, {"T", T}, {"C", C}, {"NH", NH}},
+                              attention_detail::least_bytes(B, T, C, NH, 8),
+                              attention_detail::causal_flops(B, T, C, 5));
 #ifdef LLMC_CUDNN
     const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
     if constexpr (std::is_same_v<floatX, bf16>) {

@@ -10,6 +10,7 @@
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/gelu.cuh"
+#include "llmc/nvtx_range.cuh"
 
 namespace llmc {
 
@@ -201,6 +202,7 @@ template <class T, class G>
 void bias_backward(G* dbias, const T* dout, void* scratch, int rows, int OC, bool accumulate,
                    cudaStream_t stream) {
     cpu::require_positive("bias_backward", {{"rows", rows}, {"OC", OC}});
+    const LauncherRange range("bias_backward", {{"rows", rows}, {"OC", OC}}, bytes_of<T>(rows, OC));
     const bool vector = OC % Packed128<T>::kSize == 0 && all_aligned(16, dout);
     sum_rows_into_bias<T>(dbias, bias_detail::StoredRows<T>{dout}, scratch, rows, OC, accumulate,
                           vector, stream);
@@ -212,6 +214,8 @@ inline void gelu_backward_bias(floatX* dinp, gradX* dbias, const floatX* dout, c
                                void* scratch, int rows, int OC, bool accumulate,
                                cudaStream_t stream) {
     cpu::require_positive("gelu_backward_bias", {{"rows", rows}, {"OC", OC}});
+    const LauncherRange range("gelu_backward_bias", {{"rows", rows}, {"OC", OC}},
+                              bytes_of<floatX>(rows, OC, 3));
     const bool vector = OC % Packed128<floatX>::kSize == 0 && all_aligned(16, dinp, dout, inp);
     sum_rows_into_bias<floatX>(dbias, bias_detail::GeluGradientRows<floatX>{dinp, dout, inp},
                                scratch, rows, OC, accumulate, vector, stream);

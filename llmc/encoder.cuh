@@ -16,6 +16,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 
 namespace llmc {
 
@@ -239,6 +240,10 @@ inline void encoder_forward(floatX* out, const int* tokens, const floatX* wte, c
                             int B, int seq, int C, cudaStream_t stream) {
     cpu::require_positive("encoder_forward", {{"B", B}, {"T", seq}, {"C", C}});
     const size_t rows = static_cast<size_t>(B) * seq;
+    // Each position's row of wte, although some are the same.
+    const LauncherRange range(
+        "encoder_forward", {{"B", B}, {"T", seq}, {"C", C}},
+        bytes_of<floatX>(rows, C, 2) + bytes_of<floatX>(seq, C) + bytes_of<int>(rows));
     const bool vector = C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, wte, wpe);
     const unsigned blocks = static_cast<unsigned>(ceil_div<size_t>(rows, kEncoderWarps));
     encoder_forward_kernel<<<blocks, kEncoderThreads, 0, stream>>>(out, tokens, wte, wpe, rows, seq,
@@ -266,6 +271,10 @@ inline void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout, const
     cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
     constexpr int kWidth = Packed128<floatX>::kSize;
     const size_t rows = static_cast<size_t>(B) * seq;
+    // Without dwte: how many of its rows are touched, the tokens decide.
+    const LauncherRange range("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}},
+                              bytes_of<floatX>(rows, C) + bytes_of<int>(rows, 2) +
+                                  bytes_of<gradX>(seq, C, accumulate ? 2 : 1));
     const bool vector =
         C % 8 == 0 && all_aligned(16, dwte, dwpe, dout, static_cast<char*>(scratch));
     const EncoderBackward<floatX, gradX> p = {

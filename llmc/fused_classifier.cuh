@@ -12,6 +12,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 
 namespace llmc {
 
@@ -237,6 +238,9 @@ inline void fused_classifier(floatX* logits, float* losses, const int* targets, 
     if (Vp < V) {
         throw Error(format("fused_classifier: Vp is %d, must be at least V, which is %d", Vp, V));
     }
+    const LauncherRange range(
+        "fused_classifier", {{"rows", rows}, {"V", V}, {"Vp", Vp}},
+        bytes_of<floatX>(rows, write_dlogits ? V + Vp : V) + bytes_of<float>(rows, 2));
     constexpr int kWidth = Packed128<floatX>::kSize;
     const Classifier<floatX> p = {logits, losses, targets, dloss, V, Vp, write_dlogits};
     const bool vector = Vp % kWidth == 0 && all_aligned(16, logits);
@@ -259,6 +263,7 @@ inline void fused_classifier(floatX* logits, float* losses, const int* targets, 
 // *out = the average of losses (rows), in double, in an order that `rows` alone decides.
 inline void mean_loss(double* out, const float* losses, int rows, cudaStream_t stream) {
     cpu::require_positive("mean_loss", {{"rows", rows}});
+    const LauncherRange range("mean_loss", {{"rows", rows}}, bytes_of<float>(rows));
     mean_loss_kernel<<<1, kMeanLossThreads, 0, stream>>>(out, losses, rows);
     launch_check();
 }

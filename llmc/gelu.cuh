@@ -10,6 +10,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 
 namespace llmc {
 
@@ -108,6 +109,8 @@ __global__ void __launch_bounds__(kGeluThreads)
 // out = gelu(inp), `count` elements. out may be inp.
 inline void gelu_forward(floatX* out, const floatX* inp, size_t count, cudaStream_t stream) {
     cpu::require_positive("gelu_forward", {{"count", static_cast<long long>(count)}});
+    const LauncherRange range("gelu_forward", {{"count", static_cast<long long>(count)}},
+                              bytes_of<floatX>(count, 2));
     const unsigned blocks = static_cast<unsigned>(ceil_div(count, kGeluPiece<floatX>));
     gelu_forward_kernel<<<blocks, kGeluThreads, 0, stream>>>(out, inp, count,
                                                              all_aligned(16, out, inp));
@@ -118,6 +121,8 @@ inline void gelu_forward(floatX* out, const floatX* inp, size_t count, cudaStrea
 inline void gelu_backward(floatX* dinp, const floatX* dout, const floatX* inp, size_t count,
                           cudaStream_t stream) {
     cpu::require_positive("gelu_backward", {{"count", static_cast<long long>(count)}});
+    const LauncherRange range("gelu_backward", {{"count", static_cast<long long>(count)}},
+                              bytes_of<floatX>(count, 3));
     const unsigned blocks = static_cast<unsigned>(ceil_div(count, kGeluPiece<floatX>));
     gelu_backward_kernel<<<blocks, kGeluThreads, 0, stream>>>(dinp, dout, inp, count,
                                                               all_aligned(16, dinp, dout, inp));

@@ -14,6 +14,7 @@
 
 #include "llmc/cpu/blocks.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/step_decision.h"
 #include "llmc/step_state.h"
 #include "llmc/update_checks.h"
@@ -147,6 +148,7 @@ inline void global_norm_chunks(double* sums, const NormChunk<gradX>* chunks, int
     if (scratch == nullptr && max_count > 0) {
         throw Error("global_norm_chunks: scratch is a null pointer");
     }
+    const LauncherRange range("global_norm_chunks", {{"chunks", num_chunks}}, 0);
     double* partial = static_cast<double*>(scratch);
     const size_t stride = ceil_div<size_t>(max_count, kNormPiece<gradX>);
     if (max_count > 0) {
@@ -170,6 +172,8 @@ inline void decide_step(StepState* state, const double* losses, int num_losses, 
                         size_t num_sums, const StepRules& rules, cudaStream_t stream) {
     check_decide_arguments(state, losses, num_losses, sums, num_sums, rules);
     const size_t values = static_cast<size_t>(num_losses) + num_sums;
+    const LauncherRange range("decide_step", {{"values", static_cast<long long>(values)}},
+                              bytes_of<double>(values));
     const size_t bytes = values <= kDecideStaged ? values * sizeof(double) : 0;
     decide_step_kernel<<<1, kDecideThreads, bytes, stream>>>(state, losses, num_losses, sums,
                                                              num_sums, rules);

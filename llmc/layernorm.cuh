@@ -14,6 +14,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 
 namespace llmc {
 
@@ -380,6 +381,8 @@ inline void layernorm_forward(floatX* out, float* mean, float* rstd, const float
                               const floatX* weight, const floatX* bias, int rows, int C,
                               cudaStream_t stream) {
     check_layernorm_shape("layernorm_forward", rows, C);
+    const LauncherRange range("layernorm_forward", {{"rows", rows}, {"C", C}},
+                              bytes_of<floatX>(rows + 1, C, 2) + bytes_of<float>(rows, 2));
     const bool vector =
         C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, inp, weight, bias);
     layernorm_forward_any<false, floatX>(
@@ -393,6 +396,8 @@ inline void fused_residual_layernorm_forward(floatX* residual, floatX* out, floa
                                              const floatX* weight, const floatX* bias, int rows,
                                              int C, cudaStream_t stream) {
     check_layernorm_shape("fused_residual_layernorm_forward", rows, C);
+    const LauncherRange range("fused_residual_layernorm_forward", {{"rows", rows}, {"C", C}},
+                              bytes_of<floatX>(rows, C, 4) + bytes_of<float>(rows, 2));
     const bool vector =
         C % Packed128<floatX>::kSize == 0 && all_aligned(16, residual, out, a, b, weight, bias);
     layernorm_forward_any<true, floatX>(
@@ -433,6 +438,9 @@ inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, const
                                const float* rstd, void* scratch, int rows, int C, bool add_to_dinp,
                                bool accumulate, cudaStream_t stream) {
     check_layernorm_shape("layernorm_backward", rows, C);
+    const LauncherRange range(
+        "layernorm_backward", {{"rows", rows}, {"C", C}},
+        bytes_of<floatX>(rows, C, add_to_dinp ? 4 : 3) + bytes_of<float>(rows, 2));
     float* partial = static_cast<float*>(scratch);  // (parts, 2, C)
     const bool vector =
         C % Packed128<floatX>::kSize == 0 && all_aligned(16, dinp, dout, inp, weight);

@@ -39,6 +39,7 @@
 #include "llmc/gelu.cuh"
 #include "llmc/matmul_table.h"
 #include "llmc/memory_plan.h"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/precision.h"
 
 namespace llmc {
@@ -317,6 +318,9 @@ inline void matmul_forget_workspace() {
 inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
                            int rows, int C, int OC, cudaStream_t stream) {
     cpu::require_positive("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    const LauncherRange range("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}},
+                              bytes_of<floatX>(rows, C + OC) + bytes_of<floatX>(C, OC),
+                              product_flops(rows, C, OC));
     matmul_detail::ProductKey key = matmul_detail::forward_key(rows, C, OC);
     // cuBLASLt adds a bias in passing where everything is a multiple of 16 bytes. Elsewhere its
     // heuristic may name kernels that fault on the bias, so the bias is there before the product.
@@ -339,6 +343,9 @@ inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 inline void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int rows,
                                   int C, int OC, cudaStream_t stream) {
     cpu::require_positive("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    const LauncherRange range("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}},
+                              bytes_of<floatX>(rows, C + OC) + bytes_of<floatX>(C, OC),
+                              product_flops(rows, C, OC));
     const floatX* no_bias = nullptr;
     matmul_detail::multiply(dinp, weight, dout, no_bias, matmul_detail::input_key(rows, C, OC),
                             stream);
@@ -383,6 +390,9 @@ inline void matmul_gelu_forward(floatX* out, floatX* pre, const floatX* inp, con
                                 cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    const LauncherRange range("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}},
+                              bytes_of<floatX>(rows, C + 2 * OC) + bytes_of<floatX>(C, OC),
+                              product_flops(rows, C, OC));
     if (fuse && gelu_fits(C, OC) && all_aligned(16, out, pre, inp, weight, bias)) {
         ProductKey key = forward_key(rows, C, OC);
         key.epilogue = Epilogue::kGelu;
@@ -400,6 +410,9 @@ inline void matmul_gelu_backward_input(floatX* dinp, const floatX* dout, const f
                                        cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    const LauncherRange range("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}},
+                              bytes_of<floatX>(rows, 2 * C + OC) + bytes_of<floatX>(C, OC),
+                              product_flops(rows, C, OC));
     if (fuse && gelu_fits(C, OC) && all_aligned(16, dinp, dout, weight, pre)) {
         ProductKey key = input_key(rows, C, OC);
         key.epilogue = Epilogue::kGeluGradient;
@@ -422,6 +435,11 @@ inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* d
                                    bool accumulate, cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}});
+    // bias_backward has a range of its own.
+    const LauncherRange range(
+        "matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}},
+        bytes_of<floatX>(rows, C + OC) + bytes_of<gradX>(C, OC, accumulate ? 2 : 1),
+        product_flops(rows, C, OC));
     if (dbias != nullptr) bias_backward(dbias, dout, scratch, rows, OC, accumulate, stream);
     const floatX* no_bias = nullptr;
     multiply(dweight, inp, dout, no_bias, weight_key(rows, C, OC, accumulate), stream);

@@ -9,6 +9,7 @@
 
 #include "llmc/cpu/blocks.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/step_state.h"
 
 namespace llmc {
@@ -121,6 +122,7 @@ inline void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_
                      cudaStream_t stream) {
     cpu::check_table("tree_add", ranges, num_ranges);
     if (num_ranges == 0 || max_count == 0) return;
+    const LauncherRange range("tree_add", {{"ranges", num_ranges}}, 0);
     for_each_table_launch(num_ranges, max_count, kTreePiece<gradX>, kTreeBlocks,
                           [&](int first, int count, unsigned blocks) {
                               tree_add_kernel<gradX, const TreeRange<gradX>*>
@@ -130,9 +132,19 @@ inline void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_
                           });
 }
 
+// All elements of a table in host memory.
+template <class Range>
+size_t elements_of(const Range* ranges, int num_ranges) {
+    size_t sum = 0;
+    for (int i = 0; i < num_ranges; ++i) sum += ranges[i].count;
+    return sum;
+}
+
 // As tree_add, with `ranges` in host memory, which may go once this returns.
 inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
     cpu::check_table("tree_add_list", ranges, num_ranges);
+    const LauncherRange range("tree_add_list", {{"ranges", num_ranges}},
+                              bytes_of<gradX>(elements_of(ranges, num_ranges), 3));
     for (int done = 0; done < num_ranges; done += kTreeListRanges) {
         const int some = std::min(kTreeListRanges, num_ranges - done);
         TreeRangeList<gradX> list;
@@ -156,6 +168,8 @@ inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaSt
 // memory, which may go once this returns. Throws Error as tree_add.
 inline void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
     cpu::check_table("copy_list", ranges, num_ranges);
+    const LauncherRange range("copy_list", {{"ranges", num_ranges}},
+                              bytes_of<gradX>(elements_of(ranges, num_ranges), 2));
     for (int done = 0; done < num_ranges; done += kTreeListRanges) {
         const int some = std::min(kTreeListRanges, num_ranges - done);
         RangeList<CopyRange<gradX>> list;
