@@ -534,6 +534,13 @@ void save(Run& run, int step) {
     });
 }
 
+// Whether a micro-step neither waits for weights of other ranks nor reduces gradients with them.
+bool is_on_one_stream(const Run& run, int local) {
+    const bool gathers = local == 0 && !run.model.gathered.empty();
+    const bool reduces = local == run.model.plan.micro_per_rank() - 1;
+    return run.multi_gpu.num_processes == 1 || !(gathers || reduces);
+}
+
 void train_step(Run& run, int step) {
     GPT2* model = &run.model;
     multi_gpu_begin_step(&run.multi_gpu, step + 1);
@@ -545,8 +552,15 @@ void train_step(Run& run, int step) {
         run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
     for (int local = 0; local < model->plan.micro_per_rank(); ++local) {
         const MicroBatch batch = inputs.micro_batch(local);
-        gpt2_forward(model, batch.inputs, model->batch, model->sequence);
-        gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+        const auto queue = [&] {
+            gpt2_forward(model, batch.inputs, model->batch, model->sequence);
+            gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+        };
+        if (is_on_one_stream(run, local)) {
+            run.micro_steps.run({local, step % 2}, model->main_stream, queue);
+        } else {
+            queue();
+        }
     }
     model->host_stop[0] = stop_requested() != 0 ? 1.0 : 0.0;
     gpt2_update(model, inputs.step_inputs, &run.multi_gpu);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/batch_upload.h"
+#include "llmc/captured_work.cuh"
 #include "llmc/dataloader.h"
 #include "llmc/device_info.h"
 #include "llmc/eval_loader.h"
@@ -51,7 +52,8 @@ struct Run {
 
     GPT2 model;
     std::unique_ptr<InputPipeline> pipeline;
-    StepUpload step_upload;    // a training step's tokens in device memory
+    StepUpload step_upload;    // a training step's tokens in device memory, two sets in turn
+    CapturedWork micro_steps;  // by number of the micro-batch and set of tokens
     BatchUpload batch_upload;  // one micro-batch for evaluation
     double* val_losses = nullptr;
     Logger log;
@@ -497,6 +499,7 @@ inline void start(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] {
         gpt2_allocate(&run.model, run.multi_gpu);
         run.step_upload.open();
+        run.micro_steps.enabled = run.options.cuda_graphs;
         run.batch_upload.open(&run.multi_gpu);
         set_weights(run);
     });

@@ -73,8 +73,8 @@ COMMAND_LINE = [
     Case("empty word", ("''",), words=("",)),
     *[value("-b", text) for text in NOT_WHOLE],
     *[value(flag, "seven") for flag in (
-        "-t", "-d", "-x", "-u", "-v", "-m", "-s", "-g", "-h", "-a", "-f", "-w", "-ge", "-r", "-z",
-        "-y", "-n", "-nk", "-nm", "-lg", "-rw", "-rs", "-pn", "-pr", "-pg")],
+        "-t", "-d", "-x", "-u", "-v", "-m", "-s", "-g", "-h", "-a", "-f", "-w", "-ge", "-r", "-cg",
+        "-z", "-y", "-n", "-nk", "-nm", "-lg", "-rw", "-rs", "-pn", "-pr", "-pg")],
     *[value(flag, text) for flag in ("-l", "-q", "-c", "-sl", "-sg")
       for text in ("fast", "1e", "0.1.2", "nan", "inf", "1e999", "")],
     value("-b", 0),

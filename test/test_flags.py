@@ -352,12 +352,14 @@ def test_h_a_trained_model_answers_right(fp32: Trainer, work: Workplace) -> None
 # ------------------------------------------------------------------------------------ numerics
 
 
-@covers("-f", "-ge")
-@pytest.mark.parametrize("flag, values", [("-f", (0, 1)), ("-ge", (-1, 0, 1, 2))])
-def test_f_ge_speak_of_gpus_alone(
+@covers("-f", "-ge", "-cg")
+@pytest.mark.parametrize(
+    "flag, values", [("-f", (0, 1)), ("-ge", (-1, 0, 1, 2)), ("-cg", (0, 1))]
+)
+def test_f_ge_cg_speak_of_gpus_alone(
     trainer: Trainer, work: Workplace, flag: str, values: tuple[int, ...]
 ) -> None:
-    """A CPU has neither TF32 nor cuBLASLt's fused GELU: recorded, and the same bits."""
+    """A CPU has no TF32, no fused GELU of cuBLASLt, no CUDA graphs: recorded, and the same bits."""
     hashes = set()
     for value in values:
         out = work.folder / f"out_{value}"
@@ -365,7 +367,7 @@ def test_f_ge_speak_of_gpus_alone(
         hashes.add(result.hash)
         says_so = any(line.startswith(f"-ge {value}: ") for line in result.stdout.splitlines())
         assert says_so == (flag == "-ge" and value > 0)
-        name = {"-f": "tf32", "-ge": "gelu_fusion"}[flag]
+        name = {"-f": "tf32", "-ge": "gelu_fusion", "-cg": "cuda_graphs"}[flag]
         assert json.loads((out / "run.json").read_text())["options"][name] == value
     assert len(hashes) == 1
 

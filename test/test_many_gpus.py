@@ -292,6 +292,15 @@ def equality(build: str, count: int, zero: int, way: str) -> Callable[[Lab], Non
     return test
 
 
+def without_graphs(build: str) -> Callable[[Lab], None]:
+    """A micro-step launched kernel by kernel and as a CUDA graph."""
+
+    def test(lab: Lab) -> None:
+        lab.equal(build, 1, "", lab.args({"-cg": 0}), lab.one(build, lab.args()))
+
+    return test
+
+
 def two_hundred_steps(count: int, zero: int) -> Callable[[Lab], None]:
     def test(lab: Lab) -> None:
         build = lab.main_build()
@@ -497,6 +506,9 @@ def collect(lab: Lab) -> Cases:
                                   equality(build, count, zero, way))
 
     same_bits("tcp")
+    if lab.gpus >= 1 and not lab.cpu:
+        for build in builds:
+            cases.add("Graphs", f"SameBitsAsKernelByKernel/{build}", without_graphs(build))
     if counts:
         cases.add("Memory", "TableHalvesTheOptimizer", memory_table)
         if not lab.cpu:
@@ -526,7 +538,7 @@ def prepare(lab: Lab, wanted: Sequence[Case]) -> None:
     """The runs of one GPU that the tests need, side by side."""
     runs: list[tuple[str, list]] = []
     suites = {case.suite for case in wanted}
-    if suites & {"SameBits", "Delays"} and lab.gpus >= 2:
+    if suites & {"SameBits", "Delays", "Graphs"} and lab.gpus >= 1:
         if any(case.name == "TwoHundredSteps" for case in wanted):
             runs.append((lab.main_build(), lab.args(LONG, check=False)))
         runs += [(build, lab.args()) for build in BUILDS if build != "switches"]
