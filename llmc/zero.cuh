@@ -274,14 +274,14 @@ void multi_gpu_async_reduce_gradient(gradX* const (&pointers)[N], const size_t (
                                      MultiGpuConfig* config, cudaStream_t compute_stream) {
     if (config->num_processes == 1) return;
 #ifdef MULTI_GPU
-    GradientList list = {{pointers, pointers + N}, {sizes, sizes + N}};
+    const GradientList list = {{pointers, pointers + N}, {sizes, sizes + N}};
     if (planted_fault() == Fault::host_waits) cuda_check(cudaStreamSynchronize(compute_stream));
     if (planted_fault() != Fault::early_reduce) {
         nccl_waits_for(*config, compute_stream);
         if (config->exchange != nullptr) exchange_waits_for_gradients(*config);
     }
     if (config->exchange != nullptr) {
-        exchange_gradients(*config, std::move(list));
+        exchange_gradients(*config, list);
     } else {
         detail::reduce_by_nccl(*config, list);
     }

@@ -12,7 +12,8 @@
 // exchange (the second level, the gathering) is queued behind the next list's first exchange, so that
 // the wire does not wait for additions. A message costs a few microseconds however short it is, and
 // those to one rank go one after the other: the shards of a list's small tensors (biases, LayerNorm)
-// therefore travel together, copied into one place for each rank.
+// therefore travel together, copied into one place for each rank. An exchange costs some 15 us beside
+// its bytes, so that short lists wait for the next one and go with it.
 #pragma once
 
 #ifdef MULTI_GPU
@@ -21,6 +22,8 @@
 #include <array>
 #include <cstddef>
 #include <deque>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "llmc/launchers.h"
@@ -84,10 +87,16 @@ inline std::vector<ExchangeStage> exchange_stages(const std::vector<int>& nodes,
     return {inside, across};
 }
 
-// Gradients that become final together.
+// Gradients that are exchanged together.
 struct GradientList {
     std::vector<gradX*> tensors;
     std::vector<size_t> sizes;  // elements of each, which the number of ranks divides
+
+    size_t elements() const { return std::accumulate(sizes.begin(), sizes.end(), size_t{0}); }
+    void append(const GradientList& other) {
+        tensors.insert(tensors.end(), other.tensors.begin(), other.tensors.end());
+        sizes.insert(sizes.end(), other.sizes.begin(), other.sizes.end());
+    }
 };
 
 struct GradientExchange {
@@ -95,6 +104,8 @@ struct GradientExchange {
     // even the embeddings of 1558M then take one.
     static constexpr size_t kRoundElements = size_t{64} << 20;
     static constexpr size_t kPackRatio = 16;
+    static constexpr size_t kListElements = size_t{12} << 20;  // 24 MiB of bf16
+    static constexpr size_t kLeastLists = 8;
     static constexpr size_t kAlign = ParamLayout::kAlignElements;
 
     // A list on its way: `phase` exchanges are queued.
@@ -105,12 +116,14 @@ struct GradientExchange {
         cudaEvent_t summed = nullptr;  // the newest exchange's sums are there
     };
 
-    // Both are a matter of speed alone and change no bit; set them before plan_exchange_buffers.
+    // All three are a matter of speed alone and change no bit; set them before plan_exchange_buffers.
     size_t round_elements = kRoundElements;  // that all peers send to a rank in one round, at most
     size_t pack_ratio = kPackRatio;          // tensors of at most 1/pack_ratio of a list's largest
                                              // travel together; 0: none
+    size_t list_elements = kListElements;    // lists are put together until they have that many
 
     std::vector<ExchangeStage> stages;
+    GradientList held;               // final, but too short yet for an exchange
     std::deque<InFlight> in_flight;  // newest first
     int next_group = 0;              // of the step
     bool gather = false;             // ZeRO-0: everybody gets every shard
@@ -167,14 +180,33 @@ inline std::vector<bool> packed_tensors(const std::vector<size_t>& sizes, size_t
     return packed;
 }
 
-// Sizes the buffers. Half of that for received pieces holds what N-1 ranks send of the largest of
-// `lists` of tensor sizes, but no more than one round; half of that for what is sent together, the
-// largest such part of a list.
+// The lists of tensor sizes that exchange_gradients makes of a step's.
+inline std::vector<std::vector<size_t>> merged_lists(const std::vector<std::vector<size_t>>& lists,
+                                                     size_t least) {
+    std::vector<std::vector<size_t>> merged;
+    GradientList held;
+    for (const std::vector<size_t>& sizes : lists) {
+        held.append({{}, sizes});
+        if (held.elements() < least) continue;
+        merged.push_back(std::move(held.sizes));
+        held = {};
+    }
+    if (!held.sizes.empty()) merged.push_back(std::move(held.sizes));
+    return merged;
+}
+
+// Sizes the buffers, and settles which of the step's `lists` of tensor sizes go together: there are
+// to be several exchanges, however small the model, so that all but the last have the backward pass to
+// hide behind. Half of the buffer for received pieces holds what N-1 ranks send of the largest list,
+// but no more than one round; half of that for what is sent together, the largest such part of a list.
 inline void plan_exchange_buffers(GradientExchange* exchange,
                                   const std::vector<std::vector<size_t>>& lists, int n) {
     constexpr size_t kAlign = GradientExchange::kAlign;
-    size_t most = 0, most_packed = 0;
-    for (const std::vector<size_t>& sizes : lists) {
+    size_t total = 0, most = 0, most_packed = 0;
+    for (const std::vector<size_t>& sizes : lists) total += GradientList{{}, sizes}.elements();
+    exchange->list_elements =
+        std::min(exchange->list_elements, total / GradientExchange::kLeastLists);
+    for (const std::vector<size_t>& sizes : merged_lists(lists, exchange->list_elements)) {
         const std::vector<bool> is_packed = packed_tensors(sizes, exchange->pack_ratio);
         size_t shard = 0, packed = 0;
         for (size_t i = 0; i < sizes.size(); ++i) {
@@ -458,11 +490,12 @@ inline void exchange_waits_for_gradients(const MultiGpuConfig& config) {
     cuda_check(cudaStreamWaitEvent(config.exchange->pack_stream, config.compute_nccl_sync, 0));
 }
 
-// Queues the reduction of a list whose gradients the streams of the exchange may read now.
-inline void exchange_gradients(const MultiGpuConfig& config, GradientList list) {
+// Queues the exchange of all that is held back.
+inline void exchange_held(const MultiGpuConfig& config) {
     GradientExchange& exchange = *config.exchange;
+    if (exchange.held.sizes.empty()) return;
     GradientExchange::InFlight next;
-    next.list = std::move(list);
+    next.list = std::exchange(exchange.held, {});
     next.group = exchange.next_group++;
     next.summed = exchange.unused_events.back();
     exchange.unused_events.pop_back();
@@ -470,9 +503,18 @@ inline void exchange_gradients(const MultiGpuConfig& config, GradientList list) 
     detail::advance_lists(config);
 }
 
+// Queues the reduction of a list whose gradients the streams of the exchange may read now, or holds it
+// back until more have come.
+inline void exchange_gradients(const MultiGpuConfig& config, const GradientList& list) {
+    GradientExchange& exchange = *config.exchange;
+    exchange.held.append(list);
+    if (exchange.held.elements() >= exchange.list_elements) exchange_held(config);
+}
+
 // Queues what the lists still need; `stream` then waits for all sums of the step.
 inline void finish_exchange(const MultiGpuConfig& config, cudaStream_t stream) {
     GradientExchange& exchange = *config.exchange;
+    exchange_held(config);
     while (!exchange.in_flight.empty()) detail::advance_lists(config);
     exchange.next_group = 0;
     cuda_check(cudaEventRecord(exchange.arrived, exchange.add_stream));

@@ -41,7 +41,7 @@ constexpr bool kIsStandIn = false;
 
 struct BenchOptions {
     std::vector<std::string> models;
-    std::vector<size_t> one_mib, raw_mib, round_mib, pack;
+    std::vector<size_t> one_mib, raw_mib, round_mib, pack, merge_mib;
     int repeats, max_ctas = 0, blocking = 0, strict = 0;
     std::string json;
     Options ranks;  // -pi and so on
@@ -54,12 +54,14 @@ const char* kHelp =
     "  --raw 64,1024      sizes in MiB of NCCL's own collectives, for the table of these\n"
     "  --rounds 32,64     rounds of the canonical exchange, in MiB that all peers send a rank\n"
     "  --pack 16,0        tensors up to 1/16 of a list's largest travel together; 0: none, 1: all\n"
+    "  --merge 24,0       lists go together up to that many MiB; 0: each alone\n"
     "  --ctas 8           thread blocks of NCCL's kernels, at most; 0: NCCL's choice\n"
     "  --blocking 1       calls of NCCL return when they are done\n"
     "  --repeats 30       times that each case is measured\n"
     "  --json FILE        results, besides the tables\n"
     "  --strict 1         status 1 when a target is missed\n"
-    "The first of --rounds and --pack are what the targets are held against; all are tried.\n";
+    "The first of --rounds, --pack and --merge are what the targets are held against; all are "
+    "tried.\n";
 
 size_t read_size(const std::string& option, const std::string& text) {
     char* end = nullptr;
@@ -95,6 +97,7 @@ BenchOptions read_options(int argc, char** argv) {
     o.repeats = kIsStandIn ? 5 : 30;
     o.round_mib = {GradientExchange::kRoundElements * sizeof(gradX) / kMib};
     o.pack = {GradientExchange::kPackRatio};
+    o.merge_mib = {GradientExchange::kListElements * sizeof(gradX) / kMib};
     std::vector<std::string> of_trainer;
     for (int i = 1; i < argc; i += 2) {
         const std::string name = argv[i];
@@ -114,6 +117,8 @@ BenchOptions read_options(int argc, char** argv) {
             o.round_mib = read_sizes(name, value);
         } else if (name == "--pack") {
             o.pack = read_sizes(name, value);
+        } else if (name == "--merge") {
+            o.merge_mib = read_sizes(name, value);
         } else if (name == "--repeats") {
             o.repeats = std::max<int>(1, static_cast<int>(read_size(name, value)));
         } else if (name == "--ctas") {
@@ -130,7 +135,9 @@ BenchOptions read_options(int argc, char** argv) {
             throw Error(name + ": unknown; --help lists the options");
         }
     }
-    if (o.round_mib.empty() || o.pack.empty()) throw Error("--rounds, --pack: give at least one");
+    if (o.round_mib.empty() || o.pack.empty() || o.merge_mib.empty()) {
+        throw Error("--rounds, --pack, --merge: give at least one");
+    }
     o.ranks = parse_options(of_trainer);
     return o;
 }
@@ -290,7 +297,7 @@ struct Case {
     Way way;
     int zero_stage;
     double factor;  // of bytes * (N-1)/N that cross the bus
-    size_t round_mib = 0, pack = 0;
+    size_t round_mib = 0, pack = 0, merge_mib = 0;
     bool as_one = false;  // NCCL's collective of the lists' bytes in one buffer
     std::shared_ptr<GradientExchange> exchange;
     DeviceBuffer<gradX> received, staging;
@@ -385,6 +392,7 @@ void open_exchange(Bench& bench, Case* c, const Payload& payload) {
     c->exchange = bench.config.exchange;
     c->exchange->round_elements = std::max<size_t>(1, c->round_mib << 20) / sizeof(gradX);
     c->exchange->pack_ratio = c->pack;
+    c->exchange->list_elements = (c->merge_mib << 20) / sizeof(gradX);
     plan_exchange_buffers(c->exchange.get(), payload.lists, bench.config.num_processes);
     c->received = DeviceBuffer<gradX>(2 * c->exchange->half_elements);
     c->staging = DeviceBuffer<gradX>(2 * c->exchange->staging_half_elements);
@@ -410,10 +418,13 @@ std::vector<Case> payload_cases(Bench& bench, const BenchOptions& o, const Paylo
     for (const int zero_stage : {1, 0}) {
         for (const size_t pack : o.pack) {
             for (const size_t round : o.round_mib) {
-                Case& c = add("canonical", Way::canonical, zero_stage, zero_stage == 1 ? 1 : 2);
-                c.name = format("ZeRO-%d canonical, %zu MiB, pack %zu", zero_stage, round, pack);
-                c.round_mib = round, c.pack = pack;
-                open_exchange(bench, &c, payload);
+                for (const size_t merge : o.merge_mib) {
+                    Case& c = add("canonical", Way::canonical, zero_stage, zero_stage == 1 ? 1 : 2);
+                    c.name = format("ZeRO-%d canonical, %zu MiB, pack %zu, merge %zu", zero_stage,
+                                    round, pack, merge);
+                    c.round_mib = round, c.pack = pack, c.merge_mib = merge;
+                    open_exchange(bench, &c, payload);
+                }
             }
         }
         add(zero_stage == 1 ? "ZeRO-1 plain" : "ZeRO-0 plain", Way::plain, zero_stage,

@@ -35,17 +35,25 @@ gradX expected_sum(int n, size_t tensor, size_t i) {
     return sums[0];
 }
 
-// One rank's gradients, and the exchange set up with this round and ratio.
+// One rank's gradients, and the exchange set up with this round and ratio. They come as one list, or as
+// a list each, of which the exchange makes three: the second waits for the third, and the last three
+// for the end of the step.
 struct Exchanged {
-    Exchanged(MultiGpuConfig* config, size_t round, size_t ratio) {
+    Exchanged(MultiGpuConfig* config, size_t round, size_t ratio, bool one_list)
+        : one_list(one_list) {
         ReductionPlan plan;
         plan.num_processes = config->num_processes;
         multi_gpu_plan_reduction(config, plan);
         GradientExchange& exchange = *config->exchange;
         exchange.round_elements = round;
         exchange.pack_ratio = ratio;
-        const std::vector<size_t> sizes(kSizes, kSizes + kTensors);
-        plan_exchange_buffers(&exchange, {sizes}, config->num_processes);
+        std::vector<std::vector<size_t>> lists;
+        for (const size_t size : kSizes) {
+            if (lists.empty() || !one_list) lists.emplace_back();
+            lists.back().push_back(size);
+        }
+        plan_exchange_buffers(&exchange, lists, config->num_processes);
+        EXPECT_EQ(merged_lists(lists, exchange.list_elements).size(), one_list ? 1u : 3u);
         received = DeviceBuffer<gradX>(2 * exchange.half_elements);
         staging = DeviceBuffer<gradX>(2 * exchange.staging_half_elements);
         exchange.received = received.get();
@@ -60,7 +68,15 @@ struct Exchanged {
             stream, [](void* self) { static_cast<Exchanged*>(self)->fill(); }, this));
         gradX* pointers[kTensors];
         for (size_t t = 0; t < kTensors; ++t) pointers[t] = tensors[t].get();
-        multi_gpu_async_reduce_gradient(pointers, kSizes, config, stream);
+        if (one_list) {
+            multi_gpu_async_reduce_gradient(pointers, kSizes, config, stream);
+        } else {
+            for (size_t t = 0; t < kTensors; ++t) {
+                gradX* const one[] = {pointers[t]};
+                const size_t size[] = {kSizes[t]};
+                multi_gpu_async_reduce_gradient(one, size, config, stream);
+            }
+        }
         multi_gpu_finish_reduction(config, stream);
         wait_for_stream(*config, "the test", stream);
     }
@@ -70,6 +86,7 @@ struct Exchanged {
             for (size_t i = 0; i < kSizes[t]; ++i) tensors[t].get()[i] = value(rank, t, i);
         }
     }
+    bool one_list;
     int rank;
     DeviceBuffer<gradX> received, staging, tensors[kTensors];
 };
@@ -112,12 +129,15 @@ void check_all_ways(int n, int per_node, int zero_stage) {
         cuda_check(cudaStreamCreate(&stream));
         for (const size_t round : {size_t{384}, size_t{3000}, size_t{1} << 20}) {
             for (const size_t ratio : {0, 1, 16}) {
-                Exchanged exchanged(config, round, ratio);
-                exchanged.reduce(config, stream);
-                EXPECT_EQ(count_wrong(exchanged, *config), 0u)
-                    << n << " ranks, " << per_node << " on a node, ZeRO-" << zero_stage
-                    << ", rounds of " << round << ", ratio " << ratio;
-                config->exchange.reset();
+                for (const bool one_list : {true, false}) {
+                    Exchanged exchanged(config, round, ratio, one_list);
+                    exchanged.reduce(config, stream);
+                    EXPECT_EQ(count_wrong(exchanged, *config), 0u)
+                        << n << " ranks, " << per_node << " on a node, ZeRO-" << zero_stage
+                        << ", rounds of " << round << ", ratio " << ratio
+                        << (one_list ? ", one list" : ", a list each");
+                    config->exchange.reset();
+                }
             }
         }
         cudaStreamDestroy(stream);
