@@ -163,8 +163,9 @@ class Peers {
     // has broken, which may learn of that sooner than of its cause.
     std::string wait_for_failure(double seconds) const;
 
-    // For a time limit's message: which ranks are silent or behind, and where; one line, never "".
-    std::string late() const;
+    // For the message of a time limit of `limit_s` seconds: which ranks are silent or behind, and
+    // where; one line, never "". A rank that stopped when the wait began is silent by then.
+    std::string late(double limit_s = 1e9) const;
 
     // This rank ends with an error: sends `message` to the others, unless a failure is known
     // already. Returns when they have it, or after two seconds. The process may end then.
@@ -343,7 +344,7 @@ inline std::string Peers::wait_for_failure(double seconds) const {
     return changed_.wait_until(lock, net::after(seconds), is_known) ? failure_ : "";
 }
 
-inline std::string Peers::late() const {
+inline std::string Peers::late(double limit_s) const {
     std::unique_lock<std::mutex> lock(mutex_);
     // This process may have been stopped, too: whatever came meanwhile counts before anybody is
     // called silent.
@@ -359,7 +360,8 @@ inline std::string Peers::late() const {
     for (const Row& row : rows_) positions.push_back(row.position);
     positions[self] = own_position();
     // What rank 0 says of the others is news only as long as rank 0 speaks.
-    const double patience = std::max(kSilentSeconds, 3 * relay_seconds());
+    const double silence = std::max(2 * kHeartbeatSeconds, std::min(kSilentSeconds, limit_s / 2));
+    const double patience = std::max(silence, 3 * relay_seconds());
     const bool blind =
         !is_server() && !rows_[0].has_left && seconds_since(rows_[0].seen) > patience;
     std::map<std::string, std::vector<int>> silent;
@@ -370,7 +372,7 @@ inline std::string Peers::late() const {
         if (rank != self && rank != 0 && blind) continue;
         if (rows_[rank].has_left) {
             gone.push_back(static_cast<int>(rank));
-        } else if (rank == self || age <= (rank == 0 ? patience : kSilentSeconds)) {
+        } else if (rank == self || age <= (rank == 0 ? patience : silence)) {
             alive.push_back(rank);
         } else {
             silent[format("gave no sign of life for %.0f s, last ", age) +

@@ -9,6 +9,13 @@
 
 namespace llmc {
 
+// Whether kernels run on the processor that the host code runs on.
+#ifdef LLMC_CPU
+constexpr bool kDeviceIsHost = true;
+#else
+constexpr bool kDeviceIsHost = false;
+#endif
+
 // Throws Error naming the call's place when a CUDA call did not succeed.
 inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
                        int line = __builtin_LINE()) {

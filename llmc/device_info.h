@@ -37,7 +37,6 @@ static __global__ void device_info_probe_kernel() {}
 #ifdef LLMC_CPU
 
 constexpr bool kHasTf32 = false;
-constexpr bool kDeviceIsHost = true;
 
 namespace detail {
 
@@ -158,7 +157,6 @@ inline void require_device(int) {}
 #else
 
 constexpr bool kHasTf32 = true;
-constexpr bool kDeviceIsHost = false;
 
 namespace detail {
 

@@ -169,7 +169,7 @@ struct CollectiveLog {
 
 // Ends this process since `what` has taken longer than the limit.
 [[noreturn]] inline void over_time(const MultiGpuConfig& config, const char* what) {
-    const std::string late = config.peers->late();
+    const std::string late = config.peers->late(config.time_limit_s);
     // Whoever was stopped himself finds the others gone.
     const std::string failure = config.peers->failure();
     if (!failure.empty()) lost_peer(config, failure);
@@ -205,8 +205,11 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
         }
         // NCCL takes up to a tenth of a millisecond to queue a group, and the host waits for that some
         // ten times in a step: a sleep would cost as much again.
+        // (Where the device is the host, who spins only takes its time.)
         const double waited = seconds_since(start);
-        if (waited < 300e-6) {
+        if (kDeviceIsHost) {
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
+        } else if (waited < 300e-6) {
             std::this_thread::yield();
         } else {
             std::this_thread::sleep_for(std::chrono::microseconds(waited < 0.1 ? 20 : 200));

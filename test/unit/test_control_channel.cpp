@@ -156,6 +156,9 @@ void expect_stopped_rank_is_found() {
     const std::string all_well = "all ranks answer and are in step 12 (allgather of layer 4)";
     ASSERT_TRUE(happens_within(10, [&] { return all[3]->late() == all_well; })) << all[3]->late();
     child.send(SIGSTOP);
+    // A short time limit's message must not call a rank alive that stopped when the wait began.
+    std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+    EXPECT_EQ(all[1]->late(3).find("rank 2 gave no sign of life for "), 0u) << all[1]->late(3);
     for (const int rank : {0, 1, 3}) {
         std::string late;
         EXPECT_TRUE(happens_within(10, [&] { return (late = all[rank]->late()) != all_well; }));
