@@ -23,6 +23,7 @@
 #include "llmc/gpt2_setup.h"
 #include "llmc/launchers.h"
 #include "llmc/mfu.h"
+#include "llmc/nvtx_range.cuh"
 #include "llmc/options.h"
 #include "llmc/run.h"
 #include "llmc/sampler.h"
@@ -73,6 +74,7 @@ static void wait_for_weights(const GPT2& model, size_t group) {
 }
 
 void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
+    const ProfileRange phase("forward");
     const int rows = B * T, C = model->config.channels, NH = model->config.num_heads;
     const ParamTensors<floatX>& w = model->params;
     cudaStream_t stream = model->main_stream;
@@ -274,6 +276,7 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
 
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
                               MultiGpuConfig* multi_gpu) {
+    const ProfileRange phase("backward");
     const ReductionPlan& plan = model->plan;
     const int B = model->batch, T = model->sequence, rows = B * T;
     const int C = model->config.channels, Vp = model->config.padded_vocab_size;
@@ -346,6 +349,7 @@ void update_group(GPT2* model, size_t number, const StepInputs* inputs,
 }  // namespace
 
 void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gpu) {
+    const ProfileRange phase("update");
     cudaStream_t stream = model->main_stream;
     multi_gpu_finish_reduction(multi_gpu, stream);
     global_norm_chunks(model->own_chunk_sums(), model->norm_chunks,
