@@ -35,6 +35,8 @@ CUDNN_FRONTEND_PATH ?=
 OPENBLAS_PATH ?=
 ## Where Gloo is
 GLOO_PATH ?=
+## Where CUPTI is, for `make profile`
+CUPTI_PATH ?=
 ## Where GoogleTest is
 GTEST_PATH ?=
 ## Arguments for pytest in the test targets, such as "-k resume"
@@ -221,6 +223,10 @@ tune: $(CUDA_DIR)/tune
 bench_comm: $(COMM_PROGRAM)
 	@PROGRAM=$(COMM_PROGRAM) dev/bench/comm.sh $(ARGS)
 
+## Time of a training step by kernel, on the GPU at hand (ARGS: see dev/bench/profile_step.py)
+profile: $(PROFILE_LIBRARY) train_gpt2cu
+	@$(PYTHON) dev/bench/profile_step.py --trainer ./train_gpt2cu --library $(PROFILE_LIBRARY) $(ARGS)
+
 ## Say what was found on this machine and what is missing
 check-deps:
 	@$(if $(filter 0,$(REPORT)),:,printf '%s\n' $(REPORT_LINES))
@@ -252,5 +258,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm cuda_trainer tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm profile cuda_trainer tune check-deps setup \
     clean distclean help FORCE

@@ -1,14 +1,14 @@
 // A library that `make profile` has the trainer load: it writes down what ran on the GPU, and from
 // which range of llmc/nvtx_range.cuh it was queued.
 //
-// NVTX loads it (NVTX_INJECTION64_PATH) with the first range and hands it the ranges of each thread.
-// CUPTI tells of kernels, copies and fills when they have run, each with the number of the call that
-// queued it, and of that number's range, which it is told with the "external correlation" of its
-// activity API. Work of a CUDA graph belongs to the range in which it was captured: CUPTI calls back
-// for each node that is made or copied.
+// NVTX loads it (NVTX_INJECTION64_PATH) with the first range and hands it the ranges of each
+// thread. CUPTI tells of kernels, copies and fills when they have run, each with the number of the
+// call that queued it, and of that number's range, which it is told by the "external correlation"
+// of its activity API. Work of a CUDA graph belongs to the range in which it was captured: CUPTI
+// calls back for each node that is made or copied.
 //
-// LLMC_PROFILE names the file, written when the process ends. One record a line, fields separated by
-// tabs, times in ns:
+// LLMC_PROFILE names the file, written when the process ends. One record a line, fields separated
+// by tabs, times in ns:
 //
 //   range   id  parent  text                                      id from 1, parent 0: outermost
 //   name    number  demangled kernel name

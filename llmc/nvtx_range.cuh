@@ -1,11 +1,13 @@
 // Names the launchers to profilers, by NVTX: Nsight Systems and `make profile` show for each kernel
 // which launcher queued it, for which shape, and in which phase of the step.
 //
-// Without a profiler, a range costs two calls through null pointers. The shape, the bytes and the
-// flops are written out only where the environment variable LLMC_PROFILE is set; a profiler sees the
-// launcher's name alone otherwise. Nothing here touches a kernel. The CPU build, and a toolkit without
-// NVTX, have empty ranges.
+// Without a profiler, a range costs two looks at null pointers. The shape, the bytes and the flops
+// are written out only where the environment variable LLMC_PROFILE is set; a profiler sees the
+// launcher's name alone otherwise. Nothing here touches a kernel. The CPU build, and a toolkit
+// without NVTX, have empty ranges.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdio>

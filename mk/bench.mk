@@ -1,4 +1,4 @@
-# The benchmark of communication, dev/bench/comm.cu, in either build.
+# The benchmark of communication, dev/bench/comm.cu, in either build; the profile of a step.
 
 $(CPU_DIR)/bench_comm: dev/bench/comm.cu $(CPU_DIR)/trainer.flags
 	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
@@ -17,3 +17,25 @@ $(CUDA_DIR)/bench_comm: dev/bench/comm.cu $(CUDA_DIR)/trainer.flags
 endif
 
 COMM_PROGRAM := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),$(CUDA_DIR),$(CPU_DIR))/bench_comm
+
+# ---- make profile: a library for the CUDA trainer to load. CUPTI comes with the toolkit, in a
+# folder of its own in extras/, or as the Python package nvidia-cuda-cupti, without libcupti.so.
+PROFILE_LIBRARY := $(BUILD)/profile/libprofile.so
+PYTHON_NVIDIA = $(wildcard $(addsuffix /nvidia/cu[0-9]*,$(PYTHON_PACKAGES)) \
+    $(addsuffix /nvidia/cuda_cupti,$(PYTHON_PACKAGES)))
+PYTHON_PACKAGES = $(shell $(PYTHON) -c 'import sys; print(*sys.path[1:])' 2>/dev/null)
+CUPTI_DIRS = $(or $(CUPTI_PATH),$(CUDA_ROOT) $(CUDA_ROOT)/extras/CUPTI $(PYTHON_NVIDIA))
+CUPTI_INC = $(call holds,cupti.h,$(call inc_under,$(CUPTI_DIRS) $(CUDA_ROOT)))
+CUPTI_LIB = $(firstword $(wildcard $(addsuffix /libcupti.so,$(call lib_under,$(CUPTI_DIRS))) \
+    $(addsuffix /libcupti.so.1[0-9],$(call lib_under,$(CUPTI_DIRS)))))
+HINT_CUPTI = $(PYTHON) -m pip install nvidia-cuda-cupti, or set CUPTI_PATH
+PROFILE_BUILD = $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden \
+    $(addprefix -isystem ,$(CUPTI_INC) $(CUDA_INC_DIRS))
+
+$(PROFILE_LIBRARY): dev/profile.cpp mk/bench.mk
+	$(if $(NVCC),,$(error $(call missing,nvcc,NVCC,CUDA_HOME)))
+	$(if $(and $(CUPTI_INC),$(CUPTI_LIB)),,$(error $(call missing,CUPTI,CUPTI,CUPTI_PATH)))
+	@mkdir -p $(@D)
+	$(PROFILE_BUILD) $(DEPFLAGS) $< -o $@ $(CUPTI_LIB) -Wl,-rpath,$(dir $(CUPTI_LIB))
+
+-include $(PROFILE_LIBRARY).d
