@@ -475,6 +475,9 @@ def parse_arguments() -> argparse.Namespace:
     args, args.flags = parser.parse_known_args()
     if args.steps < 1 or args.ranks < 1 or args.warmup < 4:  # graphs are captured in steps 3 and 4
         parser.error("--steps and --ranks must be at least 1, --warmup at least 4")
+    for option, file in (("--trainer", args.trainer), ("--library", args.library)):
+        if not Path(file).exists():
+            parser.error(f"{option} {file}: not found; `make profile` builds it")
     return args
 
 
@@ -486,7 +489,7 @@ def main() -> None:
     record = {
         "date": time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime()),
         "gpu": output_of("nvidia-smi", "--query-gpu=name,driver_version",
-                         "--format=csv,noheader").splitlines()[0],
+                         "--format=csv,noheader").partition("\n")[0],
         "cpu": output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1"),
         "system": platform.platform(),
         "commit": args.commit
