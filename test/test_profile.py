@@ -157,8 +157,8 @@ def test_the_trainers_flags_follow_and_the_report_is_written(tmp_path: Path) -> 
     trainer.chmod(0o755)
     result = subprocess.run(
         [sys.executable, "dev/bench/profile_step.py", "--trainer", str(trainer), "--library",
-         str(trainer), "--data", "x.bin", "--json", str(tmp_path / "report.json"), "-b", "4", "-ge", "-1", "--steps", "2",
-         "--warmup", "4"],
+         str(trainer), "--data", "x.bin", "--json", str(tmp_path / "report.json"), "-b", "4",
+         "-ge", "-1", "--steps", "2", "--warmup", "4"],
         cwd=REPO_ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     flags = (tmp_path / "trainer.flags").read_text().split()
