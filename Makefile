@@ -135,7 +135,7 @@ GPU_RUNS = $(call gpu_run,FP32) $(call gpu_run,BF16) $(call gpu_run,BF16,FP32)
 RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test
 
 build_tests: check-deps
-	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit bench_forward
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit grade_checks
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 train_only
@@ -143,6 +143,7 @@ build_tests: check-deps
 train_only: $(CPU_DIR)/train_gpt2cpu
 grade_checks: $(CPU_DIR)/grade_checks
 train_and_unit: train_only $(CPU_DIR)/unit_tests
+bench_forward: $(CPU_DIR)/bench_forward
 
 ## All that needs no GPU and little time: unit tests, sanitizers, Python tests
 test: setup
@@ -211,9 +212,17 @@ demo:
 data: setup
 	@.venv/bin/python dev/data/tinyshakespeare.py
 
-## Speed of the trainer on this machine: 20 steps of a small model
-bench: $(TRAINER) data
-	@TRAINER=./$(TRAINER) dev/bench.sh
+## The table of speeds on the GPUs at hand, beside PyTorch (ARGS: see dev/bench/bench.py)
+bench: $(BENCH_PROGRAMS)
+	@$(PYTHON) dev/bench/bench.py --trainer $(CUDA_DIR)/train_gpt2cu \
+	    --forward-program $(CUDA_DIR)/bench_forward --comm-program $(CUDA_DIR)/bench_comm $(ARGS)
+
+## Speed of the CPU build; ARGS="--compare FILE" for ratios to an earlier run on this machine
+bench_cpu: check-deps
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= bench_cpu_programs
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= bench_cpu_programs
+	@$(PYTHON) dev/bench/bench_cpu.py --build-dir $(BUILD) $(ARGS)
+bench_cpu_programs: train_only $(CPU_DIR)/bench_launchers
 
 ## Measure cuBLASLt's algorithms on the GPU at hand, into llmc/matmul_algorithms.inc
 tune: $(CUDA_DIR)/tune
@@ -258,5 +267,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
-    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_comm profile cuda_trainer tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_cpu bench_cpu_programs bench_comm bench_forward profile cuda_trainer tune check-deps setup \
     clean distclean help FORCE

@@ -1,4 +1,5 @@
-# The benchmark of communication, dev/bench/comm.cu, in either build; the profile of a step.
+# Programs of `make bench` and its relatives: communication (dev/bench/comm.cu), the forward pass alone
+# (forward.cu), launchers of the CPU build (launchers.cpp); the profile of a step.
 
 $(CPU_DIR)/bench_comm: dev/bench/comm.cu $(CPU_DIR)/trainer.flags
 	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
@@ -17,6 +18,30 @@ $(CUDA_DIR)/bench_comm: dev/bench/comm.cu $(CUDA_DIR)/trainer.flags
 endif
 
 COMM_PROGRAM := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),$(CUDA_DIR),$(CPU_DIR))/bench_comm
+
+# ---- make bench, make bench_cpu
+# On the CPU this is for tests: quick to build, with the train_gpt2.o of the unit tests.
+$(CPU_DIR)/bench_forward: dev/bench/forward.cu $(CPU_DIR)/unit/train_gpt2.o $(CPU_DIR)/unit.flags
+	$(UNIT_COMPILE) -O0 $(DEPFLAGS) -x c++ $< -x none $(CPU_DIR)/unit/train_gpt2.o -o $@ $(CPU_LIBS)
+
+$(CPU_DIR)/bench_launchers: dev/bench/launchers.cpp $(CPU_DIR)/trainer.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	$(TRAINER_BUILD) $(DEPFLAGS) $< -o $@ $(CPU_LIBS)
+
+-include $(CPU_DIR)/bench_forward.d $(CPU_DIR)/bench_launchers.d
+
+ifneq ($(and $(NVCC),$(CUDA_CODE)),)
+$(CUDA_DIR)/bench_forward: dev/bench/forward.cu train_gpt2.cu $(CUDNN_OBJECT) $(CUDA_DIR)/trainer.flags
+	$(cuda_checks)
+	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) -DLLMC_NO_MAIN -include train_gpt2.cu $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
+
+-include $(CUDA_DIR)/bench_forward.d
+endif
+
+# Without a GPU nothing is built for `make bench`, which says so; communication needs two.
+BENCH_COMM := $(if $(word 2,$(wildcard /dev/nvidia[0-9]*)),$(if $(CUDA_MULTI),$(CUDA_DIR)/bench_comm))
+BENCH_PROGRAMS := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),$(CUDA_DIR)/train_gpt2cu \
+    $(CUDA_DIR)/bench_forward $(BENCH_COMM))
 
 # ---- make profile: a library for the CUDA trainer to load. CUPTI comes with the toolkit, in a
 # folder of its own in extras/, or as the Python package nvidia-cuda-cupti, without libcupti.so.

@@ -167,8 +167,14 @@ def test_help_names_every_variable_and_target() -> None:
     text = (REPO_ROOT / "Makefile").read_text()
     for variable in re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE):
         assert re.search(rf"^  {variable} +\S", output, re.MULTILINE), variable
-    for target in ("train_gpt2cpu", "train_gpt2cu", "test", "demo", "data", "setup", "clean"):
+    for target in ("train_gpt2cpu", "train_gpt2cu", "test", "demo", "data", "setup", "clean",
+                   "bench", "bench_cpu"):
         assert re.search(rf"^  {target} +\S", output, re.MULTILINE), target
+
+
+def test_bench_without_a_gpu_builds_nothing() -> None:
+    output = make("-n", "bench", "GPU=", "REPORT=0").stdout
+    assert "dev/bench/bench.py" in output and "train_gpt2.cu" not in output
 
 
 # ---------------------------------------------------------------------------------- test runner

@@ -6,7 +6,8 @@
 
 Runs from the repository's root; paths are as seen from there. Both read the same random tokens.
 Speeds are medians over the steps after the first few. Where launches limit PyTorch it runs with
-CUDA graphs, too, and the faster way counts. Results go into one JSON file in dev/bench/results/.
+CUDA graphs, too, and the faster way counts. Where no PyTorch with CUDA is, the trainer is measured
+alone. Results go into one JSON file in dev/bench/results/.
 
 The losses start from a model that the trainer has trained a little: at random weights the first
 steps at the full learning rate are chaotic, and two right programs part. Ends with status 1 when
@@ -19,6 +20,7 @@ import argparse
 import json
 import platform
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ WORKS = {
     "d24": ("d24", 32, 262144),
     "d48": ("d48", 16, 131072),
 }
+CPU_WORK, CPU_SEQ = ("custom:L2C64H4T64", 1, 256), 64  # to try this script where there is no GPU
 WITH_GRAPHS_TOO = {"d12-b4"}
 # What PyTorch 2.11, compiled and with flash attention, reaches on an H200, in tokens a second. A
 # peer that is more than 3 % slower here has not been run well, and beating it says nothing.
@@ -46,6 +49,7 @@ REFERENCE_GPU, REFERENCE_MARGIN = "H200", 0.03
 REFERENCE = {"d12": 535700, "d12-b4": 241800, "d24": 196700, "d48": 50300}
 STEP_LINE = re.compile(r"^step .*\| loss (\S+) .*\| ([\d.]+) ms \|", re.MULTILINE)
 MEMORY_LINE = re.compile(r"^\| sum .*\| +([\d.]+) \|$", re.MULTILINE)
+NO_TORCH = "no PyTorch with CUDA in this python3: its columns are missing"
 LOSS_WORK, START_STEPS, LOSS_STEPS, LOSS_WARMUP_STEPS = "d12-b4", 50, 100, 20
 
 
@@ -67,12 +71,55 @@ def output_of(*command: str) -> str:
         return "unknown"
 
 
+def find_torch() -> str | None:
+    """The interpreter that has PyTorch with a GPU: this one, or python3 on the PATH."""
+    for python in dict.fromkeys([sys.executable, shutil.which("python3")]):
+        code = "import torch; print(torch.cuda.is_available())"
+        if python and output_of(python, "-c", code) == "True":
+            return python
+    return None
+
+
+def machine_record(args: argparse.Namespace) -> dict:
+    """When and on what is measured. Missing tools give "unknown"."""
+    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return {
+        "date": time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime()),
+        "gpu": output_of(*query).partition("\n")[0],
+        "cpu": output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1"),
+        "system": platform.platform(),
+        "commit": args.commit
+        or output_of("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "trainer": output_of(str(ROOT / args.trainer), "--version"),
+        "command": shlex.join(["python3", *sys.argv]),
+    }
+
+
+def save(folder: Path, kind: str, record: dict) -> Path:
+    """Writes KIND-DATE.json, a new file whatever is there, and says so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name, number = f"{kind}-{record['date']}", 1
+    path = folder / f"{name}.json"
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path
+
+
+def work_of(args: argparse.Namespace, work: str) -> tuple[str, int, int]:
+    """Model, sequences in a micro-batch, tokens in a step."""
+    return CPU_WORK if args.cpu else WORKS[work]
+
+
 def trainer_command(
     args: argparse.Namespace, work: str, model: str, steps: int, more: list[str]
 ) -> list[str]:
-    _, batch, total = WORKS[work]
+    _, batch, total = work_of(args, work)
+    seq = CPU_SEQ if args.cpu else SEQ
     command = [args.trainer, "-e", model, "-i", args.data, "-b", str(batch)]
-    command += ["-t", str(SEQ), "-d", str(total), "-x", str(steps), "-l", "3e-4", "-v", "0"]
+    command += ["-t", str(seq), "-d", str(total), "-x", str(steps), "-l", "3e-4", "-v", "0"]
     return command + ["-s", "0", *more, *args.trainer_args.split()]
 
 
@@ -91,7 +138,7 @@ def run_trainer(
     median = statistics.median(times)
     return {
         "command": " ".join(command),
-        "tokens_per_second": WORKS[work][2] / median * 1e3,
+        "tokens_per_second": work_of(args, work)[2] / median * 1e3,
         "median_ms": median,
         "min_ms": min(times),
         "max_ms": max(times),
@@ -112,13 +159,15 @@ def run_torch(args: argparse.Namespace, work: str, steps: int, more: list[str]) 
         command = ["dev/bench/torch_gpt2.py", "--model", model, "--data", args.data]
         command += ["--batch", str(batch), "--total", str(total), "--steps", str(steps)]
         command += ["--warmup", str(args.warmup), "--seq", str(SEQ), *more]
-        run([sys.executable, *command, "--json", str(report)])
+        run([args.torch, *command, "--json", str(report)])
         result = json.loads(report.read_text())
     return {"command": " ".join(["python3", *command]), **result}
 
 
 def run_torch_ways(args: argparse.Namespace, work: str) -> dict:
     """PyTorch's results by the way it was run; without graphs where those fail, which is said."""
+    if args.torch is None:
+        return {}
     ways = {"compiled": run_torch(args, work, args.steps, [])}
     if work in WITH_GRAPHS_TOO:
         try:
@@ -139,22 +188,22 @@ def compare_to_reference(work: str, speed: float, gpu: str) -> str:
 
 
 def compare_speed(args: argparse.Namespace, gpu: str) -> dict:
-    """Each work by both; prints a table."""
+    """Each work by both; prints a table. Without PyTorch, peer and ratio are None."""
+    if args.torch is None:
+        print(NO_TORCH)
     results = {}
     for work in args.works:
-        ours = run_trainer(args, work, WORKS[work][0], args.steps, [])
+        ours = run_trainer(args, work, work_of(args, work)[0], args.steps, [])
         ways = run_torch_ways(args, work)
         for result in (ours, *ways.values()):
             del result["losses"]
+        results[work] = {"trainer": ours, "torch": ways, "peer": None, "ratio": None}
+        if not ways:
+            continue
         peer = max(ways, key=lambda way: ways[way]["tokens_per_second"])
         theirs = ways[peer]["tokens_per_second"]
-        results[work] = {
-            "trainer": ours,
-            "torch": ways,
-            "peer": peer,
-            "ratio": ours["tokens_per_second"] / theirs,
-            "reference": compare_to_reference(work, theirs, gpu),
-        }
+        results[work].update(peer=peer, ratio=ours["tokens_per_second"] / theirs,
+                             reference=compare_to_reference(work, theirs, gpu))
     print(f"\n{'work':8} {'program':18} {'tok/s':>9} {'median ms':>10} {'min':>9} {'max':>9} "
           f"{'GiB':>6} {'ratio':>6}")
     for work, result in results.items():
@@ -164,6 +213,9 @@ def compare_speed(args: argparse.Namespace, gpu: str) -> dict:
             ratio = f"{result['ratio']:6.3f}" if name == f"torch {result['peer']}" else ""
             print(f"{work:8} {name:18} {row['tokens_per_second']:9.0f} {row['median_ms']:10.2f} "
                   f"{row['min_ms']:9.2f} {row['max_ms']:9.2f} {row['memory_gib']:6.1f} {ratio:>6}")
+    if args.torch is None:
+        print(NO_TORCH)
+        return results
     print("ratio: the trainer's tokens a second over those of the faster PyTorch")
     for result in results.values():
         print(result["reference"])
@@ -211,35 +263,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5, help="steps left out of the median")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
+    parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args()
     if args.steps <= args.warmup:
         parser.error("--steps must be more than --warmup")
+    args.torch = find_torch()
     return args
 
 
 def main() -> None:
     args = parse_arguments()
+    if args.losses and args.torch is None:
+        raise SystemExit("error: --losses needs PyTorch with CUDA, which this python3 has not")
     if args.data is None:
         args.data = "build/bench/random.bin"
         write_random_tokens(ROOT / args.data, TOKENS)
-    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    gpu = output_of(*query).splitlines()[0]
-    start = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime())
-    record = {
-        "date": start,
-        "gpu": gpu,
-        "cpu": output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1"),
-        "system": platform.platform(),
-        "commit": args.commit
-        or output_of("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
-        "trainer": output_of(str(ROOT / args.trainer), "--version"),
-    }
+    record = machine_record(args)
     kind = "losses" if args.losses else "speed"
-    record[kind] = compare_losses(args) if args.losses else compare_speed(args, gpu)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"torch-{kind}-{start}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path}")
+    record[kind] = compare_losses(args) if args.losses else compare_speed(args, record["gpu"])
+    if not args.cpu:
+        save(args.out, f"torch-{kind}", record)
     if args.losses and not record[kind]["within"]:
         sys.exit(1)
 

@@ -18,10 +18,10 @@ VOCAB = 50257
 EXPONENT = 1.2
 
 
-def write_random_tokens(path: Path, count: int) -> Path:
+def write_random_tokens(path: Path, count: int, vocab: int = VOCAB) -> Path:
     """Writes `count` tokens, always the same ones, and returns the path."""
     rng = np.random.default_rng(1)
-    tokens = (rng.zipf(EXPONENT, count) - 1) % VOCAB
+    tokens = (rng.zipf(EXPONENT, count) - 1) % vocab
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = TOKEN_MAGIC, TOKEN_VERSION, count
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,185 @@
+"""The benchmarks' scripts, on small models: what they start, read, compare and write. No speed is
+tested here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import REPO_ROOT, Trainer
+
+BENCH = REPO_ROOT / "dev" / "bench"
+sys.path.insert(0, str(BENCH))
+
+import bench  # noqa: E402
+import bench_cpu  # noqa: E402
+import compare_torch  # noqa: E402
+from random_tokens import write_random_tokens  # noqa: E402
+
+FIGURES = {"tok/s": {"layers, fp32, 1 rank": 1000.0}, "ms": {"gelu_forward, fp32": 2.0}}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_tokens(tmp_path_factory.mktemp("bench") / "random.bin", 1 << 15, 512)
+
+
+def run_script(name: str, *words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(BENCH / name), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def record_in(folder: Path) -> dict:
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+# --------------------------------------------------------------------------------------- make bench
+
+
+def test_all_parts_of_bench_on_a_small_model(fp32: Trainer, tokens: Path, tmp_path: Path) -> None:
+    forward = fp32.binary.with_name("bench_forward")
+    assert forward.exists(), "run: make bench_forward"
+    result = run_script(
+        "bench.py", "--cpu", "--trainer", fp32.binary, "--forward-program", forward,
+        "--data", tokens, "--works", "d48", "--way", "fs", "--steps", 2, "--warmup", 1,
+        "--out", tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = record_in(tmp_path)
+    assert list(record["left_out"]) == ["comm"] and record["failed"] == {}
+    assert list(record["parts"]) == ["memory", "start", "validation", "torch", "scaling"]
+    rows = {row["row"]: row for row in record["table"]}
+    assert {row for row in rows if row.startswith("d48")} == {
+        "d48 beside PyTorch", "d48 on 2 GPUs beside 2 times one"}
+    validation = rows["validation beside the forward pass alone, d12 B 64"]
+    assert validation["figure"] > 0 and validation["peer"] > 0
+    assert validation["ratio"] == pytest.approx(validation["figure"] / validation["peer"])
+    for level, of_llmc in bench.LLMC_MEMORY.items():
+        memory = record["parts"]["memory"][f"-r {level}"]
+        row = rows[f"memory, d12 B 64 -r {level}, beside llm.c's and spares"]
+        assert memory["spares"] > 0 and row["peer"] == of_llmc + memory["spares"]
+        assert row["figure"] == memory["mib"] > memory["spares"]
+
+
+def test_a_part_that_fails_leaves_the_others_and_gives_status_1(
+    tokens: Path, tmp_path: Path
+) -> None:
+    result = run_script("bench.py", "--cpu", "--trainer", "false", "--data", tokens,
+                        "--parts", "memory", "validation", "start", "--out", tmp_path)
+    assert result.returncode == 1
+    record = record_in(tmp_path)
+    assert record["failed"] == {part: "false ended with status 1" for part in ("memory", "start")}
+    assert "make bench builds it" in record["left_out"]["validation"]
+
+
+@pytest.mark.parametrize("limit, strict, status", [(60, True, 0), (0, True, 1), (0, False, 0)])
+def test_a_missed_target_counts_where_strict_is_given(
+    limit: float, strict: bool, status: int, tokens: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(REPO_ROOT)
+    monkeypatch.setattr(bench, "START_LIMIT_S", limit)
+    trainer = tmp_path / "trainer"
+    trainer.write_text("#!/bin/sh\necho 'step 1/1'\n")
+    trainer.chmod(0o755)
+    words = ["--cpu", "--parts", "start", "--trainer", trainer, "--data", tokens]
+    words += ["--out", tmp_path / "out", *(["--strict"] if strict else [])]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, words)])
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert ended.value.code == status
+    else:
+        bench.main()
+    assert ("NOT MET" in capsys.readouterr().out) == (limit == 0)
+    assert record_in(tmp_path / "out")["table"][0]["met"] == (limit > 0)
+
+
+def test_the_ratio_is_to_the_faster_pytorch(
+    fp32: Trainer, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def run_torch(args: object, work: str, steps: int, more: list[str]) -> dict:
+        speed = 20.0 if more else 10.0
+        return {"tokens_per_second": speed, "median_ms": 1.0, "min_ms": 1.0, "max_ms": 1.0,
+                "memory_gib": 1.0, "losses": []}
+
+    monkeypatch.setattr(compare_torch, "find_torch", lambda: "python3")
+    monkeypatch.setattr(compare_torch, "run_torch", run_torch)
+    words = ["--cpu", "--trainer", str(fp32.binary), "--data", str(tokens), "--works", "d12-b4"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words, "--steps", "2", "--warmup", "1"])
+    args, table = bench.parse_arguments(), bench.Table()
+    args.gpu = "NVIDIA H200"
+    bench.measure_torch(args, table)
+    assert table.rows[0]["peer"] == 20.0 and table.rows[0]["met"]
+    table.print()
+    out = capsys.readouterr().out
+    assert "torch cuda graphs" in out and "does not count" in out
+
+
+def test_an_earlier_file_is_never_overwritten(tmp_path: Path) -> None:
+    record = {"date": "2026-11-30T000000Z"}
+    paths = [compare_torch.save(tmp_path, "bench", {**record, "n": n}) for n in range(3)]
+    assert len(set(paths)) == 3
+    assert [json.loads(path.read_text())["n"] for path in paths] == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------------------- make bench_cpu
+
+
+def test_bench_cpu_on_a_tiny_model(
+    fp32: Trainer, bf16: Trainer, tokens: Path, tmp_path: Path
+) -> None:
+    result = run_script(
+        "bench_cpu.py", "--tiny", "--build-dir", fp32.binary.parents[1], "--data", tokens,
+        "--steps", 2, "--warmup", 1, "--rounds", 1, "--out", tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = record_in(tmp_path)["figures"]
+    assert list(figures["tok/s"]) == [
+        f"tiny, {precision}, {ranks}" for precision in ("fp32", "bf16")
+        for ranks in ("1 rank", "2 ranks")]
+    assert all(speed > 0 for speed in figures["tok/s"].values())
+
+
+@pytest.mark.parametrize(
+    "change, cpu, status",
+    [(1.0, None, 0), (0.92, None, 0), (0.88, None, 1), (1.5, None, 0), (1.0, "another", "error")],
+)
+def test_bench_cpu_compares_with_an_earlier_run_of_this_machine(
+    change: float, cpu: str | None, status: object, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:
+    """Speeds go by `change`, where milliseconds go the other way."""
+    now = {"tok/s": {name: value * change for name, value in FIGURES["tok/s"].items()},
+           "ms": {name: value / change for name, value in FIGURES["ms"].items()}}
+    monkeypatch.setattr(bench_cpu, "measure", lambda args: FIGURES)
+    words = ["bench_cpu.py", "--data", "unused", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        bench_cpu.main()
+    (earlier,) = tmp_path.glob("cpu-*.json")
+    if cpu:
+        earlier.write_text(json.dumps({**json.loads(earlier.read_text()), "cpu": cpu}))
+    monkeypatch.setattr(bench_cpu, "measure", lambda args: now)
+    monkeypatch.setattr(sys, "argv", [*words, "--strict", "--compare", str(earlier)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        bench_cpu.main()
+    if cpu:
+        assert "measured on another" in str(ended.value)
+        return
+    assert ended.value.code == status
+    assert capsys.readouterr().out.count("SLOWER") == (2 if status else 0)
+    assert len(list(tmp_path.glob("cpu-*.json"))) == 2
+
+
+def test_bench_cpu_takes_no_other_files(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    result = run_script("bench_cpu.py", "--compare", tmp_path / "x.json", "--out", tmp_path)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert "not a file of this script" in result.stderr
