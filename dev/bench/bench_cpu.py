@@ -35,6 +35,7 @@ VOCAB = 512  # of the smallest: tokens beyond would be refused
 TINY = ("custom:L1C32H2T32V512", 1, 32, 64)
 PRECISIONS = ("fp32", "bf16")
 TIME_LIMIT_S = 60
+BUSY = 0.3  # load average over cores, above which nothing can be said of 10 %
 
 
 def measure_work(args: argparse.Namespace, folder: Path, shape: tuple, ranks: int) -> list[float]:
@@ -129,7 +130,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    record = {**machine_record(args), "cores": len(os.sched_getaffinity(0))}
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    record = {**machine_record(args), "cores": cores, "load": load}
+    if load > BUSY * cores:
+        print(f"warning: others keep {load:.1f} of {cores} cores busy: figures will be too low")
     earlier = read_earlier(args.compare, record) if args.compare else None
     if args.data is None:
         args.data = str(ROOT / "build" / "bench" / "random-cpu.bin")

@@ -49,6 +49,7 @@ void run_forward(int argc, char** argv) {
     }
     cuda_check(cudaEventDestroy(begin));
     cuda_check(cudaEventDestroy(end));
+    multi_gpu_config_free(&run.multi_gpu);
 }
 
 }  // namespace
