@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "llmc/captured_work.cuh"
 #include "llmc/dataloader.h"
 #include "llmc/gpt2.h"
 #include "llmc/gpt2_setup.h"
@@ -70,7 +71,8 @@ static floatX* residual_into(const GPT2& model, int l, size_t rows) {
 // ranks that have updated them.
 static void wait_for_weights(const GPT2& model, size_t group) {
     if (model.gathered.empty()) return;
-    cuda_check(cudaStreamWaitEvent(model.main_stream, model.gathered[group], 0));
+    cuda_check(cudaStreamWaitEvent(model.main_stream, model.gathered[group],
+                                   wait_flags(model.main_stream)));
 }
 
 void gpt2_forward(GPT2* model, const int* inputs, int B, int T) {
@@ -208,6 +210,10 @@ void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& 
     }
 }
 
+// attproj's and fcproj's results are added to the residual stream, so that their bias gradients are
+// sums of dresidual's rows. The LayerNorm whose backward pass writes these rows gives the sums: ln2
+// attproj's, and ln1, or the final LayerNorm, fcproj's of the layer below.
+
 // Backward pass of the MLP: from the gradient of residual3, in acts.dresidual, to that of residual2.
 void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     const int C = model->config.channels;
@@ -221,8 +227,9 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     if (model->recompute >= 1) {
         gelu_forward(a.fch_gelu, a.fch, static_cast<size_t>(rows) * 4 * C, stream);
     }
-    matmul_backward_weight(g.at(Param::fcprojw, l), g.at(Param::fcprojb, l), a.dresidual,
-                           a.fch_gelu, a.scratch, rows, 4 * C, C, accumulate, stream);
+    gradX* no_bias = nullptr;  // the LayerNorm above has given it
+    matmul_backward_weight(g.at(Param::fcprojw, l), no_bias, a.dresidual, a.fch_gelu, a.scratch,
+                           rows, 4 * C, C, accumulate, stream);
     gradX* fcb = g.at(Param::fcb, l);
     if (model->gelu_fusion >= 2) {
         matmul_gelu_backward_input(dfch, a.dresidual, w.at(Param::fcprojw, l), a.fch, rows, 4 * C,
@@ -239,9 +246,9 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     matmul_backward_weight(g.at(Param::fcw, l), fcb, dfch, a.ln2, a.scratch, rows, C, 4 * C,
                            accumulate, stream);
     matmul_backward_input(a.projection, dfch, w.at(Param::fcw, l), rows, C, 4 * C, stream);
-    layernorm_backward(a.dresidual, g.at(Param::ln2w, l), g.at(Param::ln2b, l), a.projection,
-                       a.residual2, w.at(Param::ln2w, l), a.ln2_mean, a.ln2_rstd, a.scratch, rows,
-                       C, true, accumulate, stream);
+    layernorm_backward(a.dresidual, g.at(Param::ln2w, l), g.at(Param::ln2b, l),
+                       g.at(Param::attprojb, l), a.projection, a.residual2, w.at(Param::ln2w, l),
+                       a.ln2_mean, a.ln2_rstd, a.scratch, rows, C, true, accumulate, stream);
 }
 
 // Backward pass of attention: from the gradient of residual2 to that of the layer's input.
@@ -255,8 +262,9 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
     const floatX* residual = residual_into(*model, l, rows);
     floatX* dqkv = a.logits;
 
-    matmul_backward_weight(g.at(Param::attprojw, l), g.at(Param::attprojb, l), a.dresidual, a.atty,
-                           a.scratch, rows, C, C, accumulate, stream);
+    gradX* no_bias = nullptr;  // ln2 has given it
+    matmul_backward_weight(g.at(Param::attprojw, l), no_bias, a.dresidual, a.atty, a.scratch, rows,
+                           C, C, accumulate, stream);
     matmul_backward_input(a.projection, a.dresidual, w.at(Param::attprojw, l), rows, C, C, stream);
     attention_backward(dqkv, a.projection, a.qkv, a.atty, a.att_lse, a.scratch, B, T, C,
                        model->config.num_heads, stream);
@@ -267,9 +275,10 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
     matmul_backward_weight(g.at(Param::qkvw, l), g.at(Param::qkvb, l), dqkv, a.ln1, a.scratch, rows,
                            C, 3 * C, accumulate, stream);
     matmul_backward_input(a.projection, dqkv, w.at(Param::qkvw, l), rows, C, 3 * C, stream);
-    layernorm_backward(a.dresidual, g.at(Param::ln1w, l), g.at(Param::ln1b, l), a.projection,
-                       residual, w.at(Param::ln1w, l), a.ln1_mean, a.ln1_rstd, a.scratch, rows, C,
-                       true, accumulate, stream);
+    gradX* fcprojb_below = l > 0 ? g.at(Param::fcprojb, l - 1) : nullptr;
+    layernorm_backward(a.dresidual, g.at(Param::ln1w, l), g.at(Param::ln1b, l), fcprojb_below,
+                       a.projection, residual, w.at(Param::ln1w, l), a.ln1_mean, a.ln1_rstd,
+                       a.scratch, rows, C, true, accumulate, stream);
 }
 
 }  // namespace
@@ -307,15 +316,16 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
     matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
                            target.accumulate, stream);
     matmul_backward_input(a.projection, a.logits, w.at(Param::wte), rows, C, Vp, stream);
-    layernorm_backward(a.dresidual, g.at(Param::lnfw), g.at(Param::lnfb), a.projection,
-                       residual_into(*model, model->config.num_layers, rows), w.at(Param::lnfw),
-                       a.lnf_mean, a.lnf_rstd, a.scratch, rows, C, false, target.accumulate,
-                       stream);
+    const int layers = model->config.num_layers;
+    layernorm_backward(a.dresidual, g.at(Param::lnfw), g.at(Param::lnfb),
+                       g.at(Param::fcprojb, layers - 1), a.projection,
+                       residual_into(*model, layers, rows), w.at(Param::lnfw), a.lnf_mean,
+                       a.lnf_rstd, a.scratch, rows, C, false, target.accumulate, stream);
     finish_group(model, target, model->groups.front(), multi_gpu);
-    for (int l = model->config.num_layers - 1; l >= 0; --l) {
+    for (int l = layers - 1; l >= 0; --l) {
         backward_mlp(model, l, rows, target);
         backward_attention(model, l, B, T, target);
-        finish_group(model, target, model->groups[model->config.num_layers - l], multi_gpu);
+        finish_group(model, target, model->groups[layers - l], multi_gpu);
     }
     encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
                      a.scratch, B, T, C, target.accumulate, stream);
@@ -538,11 +548,16 @@ void save(Run& run, int step) {
     });
 }
 
-// Whether a micro-step neither waits for weights of other ranks nor reduces gradients with them.
-bool is_on_one_stream(const Run& run, int local) {
-    const bool gathers = local == 0 && !run.model.gathered.empty();
-    const bool reduces = local == run.model.plan.micro_per_rank() - 1;
-    return run.multi_gpu.num_processes == 1 || !(gathers || reduces);
+// Forward and backward pass of micro-batch `local`, as a graph but for what NCCL has a part in.
+void micro_step(Run& run, int step, int local, const MicroBatch& batch) {
+    GPT2* model = &run.model;
+    const bool reduces =
+        run.multi_gpu.num_processes > 1 && local == model->plan.micro_per_rank() - 1;
+    run.micro_steps.run({local, step % 2}, model->main_stream, [&] {
+        gpt2_forward(model, batch.inputs, model->batch, model->sequence);
+        if (!reduces) gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+    });
+    if (reduces) gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
 }
 
 void train_step(Run& run, int step) {
@@ -555,16 +570,7 @@ void train_step(Run& run, int step) {
     const DeviceStep inputs =
         run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
     for (int local = 0; local < model->plan.micro_per_rank(); ++local) {
-        const MicroBatch batch = inputs.micro_batch(local);
-        const auto queue = [&] {
-            gpt2_forward(model, batch.inputs, model->batch, model->sequence);
-            gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
-        };
-        if (is_on_one_stream(run, local)) {
-            run.micro_steps.run({local, step % 2}, model->main_stream, queue);
-        } else {
-            queue();
-        }
+        micro_step(run, step, local, inputs.micro_batch(local));
     }
     model->host_stop[0] = stop_requested() != 0 ? 1.0 : 0.0;
     gpt2_update(model, inputs.step_inputs, &run.multi_gpu);

@@ -32,10 +32,13 @@
 //                                    weight, bias, rows, C, stream)
 //       residual = a + b, rounded to T; the rest reads that rounded value, so that a later
 //       layernorm_forward on `residual` gives the same bits. residual may be a.
-//   layernorm_backward(dinp (rows,C), dweight (C), dbias (C), dout (rows,C), inp (rows,C), weight,
-//                      mean, rstd, scratch, rows, C, add_to_dinp, accumulate, stream)
-//       dinp is added to (one rounding) when add_to_dinp, else overwritten; dweight and dbias are
-//       added to when `accumulate`, else overwritten.
+//   layernorm_backward(dinp (rows,C), dweight (C), dbias (C), dinp_sum (C) or null, dout (rows,C),
+//                      inp (rows,C), weight, mean, rstd, scratch, rows, C, add_to_dinp, accumulate,
+//                      stream)
+//       dinp is added to (one rounding) when add_to_dinp, else overwritten. dinp_sum is the sum over
+//       the rows of dinp as stored: the bias gradient of the product whose result dinp is the
+//       gradient of. dweight, dbias and dinp_sum are summed in fp32 or wider; with `accumulate` the
+//       old gradient enters the sum before its one rounding, else they are overwritten.
 //
 // matmul
 //   matmul_forward(out (rows,OC), inp (rows,C), weight (OC,C), bias (OC) or null,

@@ -4,9 +4,9 @@
 // residual sum, 8 backward. A row stays in the registers of the threads that read it: a warp for
 // narrow rows, which then need no barrier, a block for wide ones.
 //
-// dweight and dbias are sums over all rows. Threads keep their columns' sums in registers while
-// they go through rows; a number of parts that the shape decides is left in scratch and added by a
-// second kernel.
+// dweight, dbias and the sum of dinp go over all rows. Threads keep their columns' sums while they
+// go through rows; a number of parts that the shape decides is left in scratch and added by a second
+// kernel.
 #pragma once
 
 #include <algorithm>
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBl
 template <class T>
 struct LayernormBackward {
     T* dinp;
-    float* partial;  // (parts, 2, C)
+    float* partial;  // (parts, 3, C): dweight, dbias, sum of dinp
     const T* dout;
     const T* inp;
     const T* weight;
@@ -172,37 +172,99 @@ struct LayernormBackward {
     const float* rstd;
     int rows;
     int C;
+    float per_channel;  // 1 / C
     bool add_to_dinp;
     bool vector;
 };
 
-// Adds up what the warps of a block hold for the same columns, in their order, and stores it.
-template <int kGroups, int kWidth, bool kWarpRow>
-__device__ inline void store_partial(float* partial, float* shared, float (&sum)[kGroups][kWidth],
-                                     int C, int thread, int team) {
-    if constexpr (kWarpRow) {
-        for (int w = 0; w < kLayernormWarps; ++w) {
-            __syncthreads();
-            if (static_cast<int>(threadIdx.x) / kWarpSize != w) continue;
+// A thread's sums over rows, of its columns: in registers, or, where these run short, in shared memory.
+// There they lie in groups of four, those of neighbouring threads side by side, so that the threads of
+// a warp hit different banks.
+template <int kGroups, int kWidth, bool kShared>
+struct ColumnSums {
+    static constexpr int kFours = kWidth / 4;
+
+    __device__ explicit ColumnSums(float4* memory) : shared(memory + threadIdx.x) {
+        const float zeros[kWidth] = {};
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    // Transposed, so that the lanes hit different banks.
-                    float* place = shared + (g * kWidth + k) * kWarpSize + thread;
-                    *place = w == 0 ? sum[g][k] : *place + sum[g][k];
-                    sum[g][k] = *place;
-                }
-            }
+        for (int g = 0; g < kGroups; ++g) {
+            if constexpr (kShared) put(g, zeros);
         }
-        if (static_cast<int>(threadIdx.x) / kWarpSize != kLayernormWarps - 1) return;
     }
+    __device__ void put(int g, const float (&x)[kWidth]) const {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+        for (int q = 0; q < kFours; ++q) {
+            shared[(g * kFours + q) * kLayernormThreads] =
+                make_float4(x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]);
+        }
+    }
+    __device__ void add(int g, const float (&x)[kWidth]) {
+        float old[kWidth];
+#pragma unroll
+        for (int q = 0; q < kFours; ++q) {
+            const float4 four = kShared ? shared[(g * kFours + q) * kLayernormThreads]
+                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            old[4 * q] = four.x, old[4 * q + 1] = four.y;
+            old[4 * q + 2] = four.z, old[4 * q + 3] = four.w;
+        }
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
-            const int column = (g * team + thread) * kWidth + k;
-            if (column < C) partial[column] = sum[g][k];
+            float& sum = kShared ? old[k] : own[g][k];
+            sum = __fadd_rn(sum, x[k]);
+        }
+        if constexpr (kShared) put(g, old);
+    }
+
+    float4* shared;  // of this thread
+    float own[kShared ? 1 : kGroups][kWidth] = {};
+};
+
+// partial (C) = what the warps of a block have in `sums` for the same columns, added in their order.
+// Begins and ends with a barrier.
+template <int kColumns, int kWidth, bool kVector>
+__device__ inline void add_warps(float* partial, const float4* sums, int C) {
+    constexpr int kFours = kWidth / 4;
+    static_assert(kColumns / 4 * kWarpSize <= kLayernormThreads, "a thread adds four columns");
+    const int plane = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    __syncthreads();
+    if (plane < kColumns / 4) {
+        const float4* from = sums + plane * kLayernormThreads + lane;
+        float sum[4] = {};
+#pragma unroll
+        for (int w = 0; w < kLayernormWarps; ++w) {
+            const float4 more = from[w * kWarpSize];
+            sum[0] = w == 0 ? more.x : __fadd_rn(sum[0], more.x);
+            sum[1] = w == 0 ? more.y : __fadd_rn(sum[1], more.y);
+            sum[2] = w == 0 ? more.z : __fadd_rn(sum[2], more.z);
+            sum[3] = w == 0 ? more.w : __fadd_rn(sum[3], more.w);
+        }
+        const int column = (plane / kFours * kWarpSize + lane) * kWidth + plane % kFours * 4;
+        store_floats(partial + column, sum, C - column, kVector);
+    }
+    __syncthreads();
+}
+
+// partial (3,C) from the threads' sums.
+template <int kColumns, bool kVector, int kGroups, int kWidth, bool kWarpRow>
+__device__ inline void store_partial(float* partial, const float (&dweight)[kGroups][kWidth],
+                                     const float (&dbias)[kGroups][kWidth],
+                                     const ColumnSums<kGroups, kWidth, kWarpRow>& dinp_sum,
+                                     const float4* sums, int C, int thread, int team) {
+    if constexpr (kWarpRow) {
+        add_warps<kColumns, kWidth, kVector>(partial + 2 * C, sums, C);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) dinp_sum.put(g, dweight[g]);
+        add_warps<kColumns, kWidth, kVector>(partial, sums, C);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) dinp_sum.put(g, dbias[g]);
+        add_warps<kColumns, kWidth, kVector>(partial + C, sums, C);
+    } else {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth, count = C - column;
+            store_floats(partial + column, dweight[g], count, kVector);
+            store_floats(partial + C + column, dbias[g], count, kVector);
+            store_floats(partial + 2 * C + column, dinp_sum.own[g], count, kVector);
         }
     }
 }
@@ -214,7 +276,7 @@ constexpr int layernorm_launch_bound(int columns, bool warp_row, bool vector) {
 }
 
 // With n = (inp - mean) * rstd and g = weight * dout:
-// dinp = (g - average(g) - n * average(g * n)) * rstd. A team takes kRows rows at a time, so that
+// dinp = (g - average(g) - n * average(g * n)) * rstd, and its sum is of what is stored. A team takes kRows rows at a time, so that
 // there are loads enough in flight and a barrier serves several rows. Spelt in single operations,
 // so that both versions of kVector round alike.
 template <class T, int kColumns, bool kWarpRow, int kRows, bool kVector>
@@ -226,16 +288,18 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
     // With 32 columns the sums take all registers: the row is then read twice, from the cache the
     // second time.
     constexpr bool kKeep = kColumns < 32;
-    __shared__ float shared[kWarpRow ? kColumns * kWarpSize : 2 * 2 * kRows * 16];
+    __shared__ float shared[kWarpRow ? 1 : 2 * 2 * kRows * 16];
+    // Where a warp has a row, the registers do not take three sums: dinp's is here.
+    __shared__ float4 shared_sums[kWarpRow ? kColumns / 4 * kLayernormThreads : 1];
     const int team = kWarpRow ? kWarpSize : blockDim.x;
     const int thread = kWarpRow ? threadIdx.x % kWarpSize : threadIdx.x;
     const unsigned row_team =
         kWarpRow ? blockIdx.x * kLayernormWarps + threadIdx.x / kWarpSize : blockIdx.x;
     const unsigned step = kRows * (kWarpRow ? kLayernormWarps : 1) * gridDim.x;
     const unsigned rows = p.rows;
-    const float per_channel = 1.0f / static_cast<float>(p.C);
 
     float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {};
+    ColumnSums<kGroups, kWidth, kWarpRow> dinp_sum(shared_sums);
     int turn = 0;
     for (unsigned row = kRows * row_team; row < rows; row += step, turn ^= 1) {
         Tile inp[kRows], dout[kRows], dinp[kRows];
@@ -291,8 +355,8 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
             for (int r = 0; r < kRows; ++r) {
                 const int count = row + r < rows ? p.C - column : 0;
                 const size_t first = size_t{row + r} * p.C + column;
-                const float mean_g = __fmul_rn(sums[2 * r], per_channel);
-                const float mean_gn = __fmul_rn(sums[2 * r + 1], per_channel);
+                const float mean_g = __fmul_rn(sums[2 * r], p.per_channel);
+                const float mean_gn = __fmul_rn(sums[2 * r + 1], p.per_channel);
                 float x[kWidth], d[kWidth];
                 unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
                 unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
@@ -308,37 +372,43 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
 #pragma unroll
                     for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
                 }
-                store_group(p.dinp + first, pack<T>(x), count, kVector);
+                const Packed128<T> rounded = pack<T>(x);
+                store_group(p.dinp + first, rounded, count, kVector);
+                unpack(x, rounded);
+                dinp_sum.add(g, x);
             }
         }
     }
-    float* partial = p.partial + size_t{2} * blockIdx.x * p.C;
-    store_partial<kGroups, kWidth, kWarpRow>(partial, shared, dweight, p.C, thread, team);
-    store_partial<kGroups, kWidth, kWarpRow>(partial + p.C, shared, dbias, p.C, thread, team);
+    store_partial<kColumns, kVector>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,
+                                     dinp_sum, shared_sums, p.C, thread, team);
 }
 
-// dweight and dbias from the parts: eight stretches of parts in double, then these in order.
+// dweight, dbias and dinp_sum, unless it is null, from the parts: eight stretches of parts in double,
+// then these in order.
 template <class G>
 __global__ void __launch_bounds__(kLayernormThreads)
-    layernorm_add_parts_kernel(G* dweight, G* dbias, const float* partial, int parts, int C,
-                               bool accumulate) {
+    layernorm_add_parts_kernel(G* dweight, G* dbias, G* dinp_sum, const float* partial, int parts,
+                               int C, bool accumulate) {
     __shared__ double sums[kLayernormWarps][kWarpSize];
     const int lane = threadIdx.x % kWarpSize, stretch = threadIdx.x / kWarpSize;
-    const int column = blockIdx.x * kWarpSize + lane;  // of dweight and dbias side by side
+    const int column = blockIdx.x * kWarpSize + lane;  // of the three side by side
+    const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
     const int share = ceil_div(parts, kLayernormWarps);
     double sum = 0.0;
-    if (column < 2 * C) {
+    if (column < columns) {
         const int end = min(parts, (stretch + 1) * share);
 #pragma unroll 8
         for (int part = stretch * share; part < end; ++part) {
-            sum += static_cast<double>(partial[size_t{2} * part * C + column]);
+            sum += static_cast<double>(partial[size_t{3} * part * C + column]);
         }
     }
     sums[stretch][lane] = sum;
     __syncthreads();
-    if (stretch > 0 || column >= 2 * C) return;
+    if (stretch > 0 || column >= columns) return;
     for (int s = 1; s < kLayernormWarps; ++s) sum += sums[s][lane];
-    G* gradient = column < C ? dweight + column : dbias + (column - C);
+    G* gradient = column < C       ? dweight + column
+                  : column < 2 * C ? dbias + (column - C)
+                                   : dinp_sum + (column - 2 * C);
     if (accumulate) sum += static_cast<double>(widen(*gradient));
     *gradient = narrow<G>(static_cast<float>(sum));
 }
@@ -404,7 +474,7 @@ inline void fused_residual_layernorm_forward(floatX* residual, floatX* out, floa
         {residual, out, mean, rstd, a, b, weight, bias, rows, C, vector}, stream);
 }
 
-// How many parts dweight and dbias are summed in, for any GPU: 264 blocks are two for each of an
+// How many parts dweight, dbias and dinp_sum are summed in, for any GPU: 264 blocks are two for each of an
 // H200's multiprocessors, which is what fits there at 128 registers a thread.
 inline int layernorm_backward_parts(int rows, int C) {
     if (C <= 24 * kWarpSize) return std::min(264, ceil_div(rows, kLayernormWarps));
@@ -415,7 +485,7 @@ inline int layernorm_backward_parts(int rows, int C) {
 // Bytes of scratch for layernorm_backward.
 inline size_t layernorm_backward_scratch_bytes(int rows, int C) {
     check_layernorm_shape("layernorm_backward", rows, C);
-    return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 2 * C * sizeof(float);
+    return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 3 * C * sizeof(float);
 }
 
 template <class T, int kColumns, bool kWarpRow, int kRows>
@@ -431,21 +501,23 @@ void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStr
     launch_check();
 }
 
-// dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`.
-// Throws Error for a C above kLayernormMaxChannels.
-inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, const floatX* dout,
-                               const floatX* inp, const floatX* weight, const float* mean,
-                               const float* rstd, void* scratch, int rows, int C, bool add_to_dinp,
-                               bool accumulate, cudaStream_t stream) {
+// dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`; likewise
+// dinp_sum (C) = the sum over the rows of dinp as stored, unless it is null. Throws Error for a C above
+// kLayernormMaxChannels.
+inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, gradX* dinp_sum,
+                               const floatX* dout, const floatX* inp, const floatX* weight,
+                               const float* mean, const float* rstd, void* scratch, int rows, int C,
+                               bool add_to_dinp, bool accumulate, cudaStream_t stream) {
     check_layernorm_shape("layernorm_backward", rows, C);
     const LauncherRange range(
         "layernorm_backward", {{"rows", rows}, {"C", C}},
         bytes_of<floatX>(rows, C, add_to_dinp ? 4 : 3) + bytes_of<float>(rows, 2));
-    float* partial = static_cast<float*>(scratch);  // (parts, 2, C)
+    float* partial = static_cast<float*>(scratch);
     const bool vector =
-        C % Packed128<floatX>::kSize == 0 && all_aligned(16, dinp, dout, inp, weight);
-    const LayernormBackward<floatX> p = {dinp, partial, dout, inp,         weight, mean,
-                                         rstd, rows,    C,    add_to_dinp, vector};
+        C % Packed128<floatX>::kSize == 0 && all_aligned(16, dinp, dout, inp, weight, partial);
+    const float per_channel = 1.0f / static_cast<float>(C);
+    const LayernormBackward<floatX> p = {dinp, partial, dout, inp,         weight,      mean,
+                                         rstd, rows,    C,    per_channel, add_to_dinp, vector};
     const int parts = layernorm_backward_parts(rows, C);
     constexpr int kBlockRows = sizeof(floatX) == 2 ? 4 : 2;
     if (C <= 8 * kWarpSize) {
@@ -457,8 +529,9 @@ inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, const
     } else {
         launch_layernorm_backward<floatX, 32, false, 1>(p, parts, stream);
     }
-    layernorm_add_parts_kernel<<<ceil_div(2 * C, kWarpSize), kLayernormThreads, 0, stream>>>(
-        dweight, dbias, partial, parts, C, accumulate);
+    const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
+    layernorm_add_parts_kernel<<<ceil_div(columns, kWarpSize), kLayernormThreads, 0, stream>>>(
+        dweight, dbias, dinp_sum, partial, parts, C, accumulate);
     launch_check();
 }
 

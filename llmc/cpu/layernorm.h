@@ -73,7 +73,7 @@ void fused_residual_layernorm_forward(T* residual, T* out, accum_t<T>* mean, acc
     });
 }
 
-// dweight and dbias are summed over at most 64 parts of at least 16 rows, each part in double.
+// dweight, dbias and dinp_sum are summed over at most 64 parts of at least 16 rows, each part in double.
 inline size_t layernorm_part_rows(size_t rows) {
     return std::max<size_t>(16, (rows + 63) / 64);
 }
@@ -84,7 +84,7 @@ inline size_t layernorm_parts(size_t rows) {
 
 inline size_t layernorm_backward_scratch_bytes(int rows, int C) {
     require_positive("layernorm_backward", {{"rows", rows}, {"C", C}});
-    return layernorm_parts(static_cast<size_t>(rows)) * 2 * static_cast<size_t>(C) * sizeof(double);
+    return layernorm_parts(static_cast<size_t>(rows)) * 3 * static_cast<size_t>(C) * sizeof(double);
 }
 
 // One row of dinp, and its share of dweight and dbias. With n = (inp - mean) * rstd and
@@ -114,29 +114,35 @@ void layernorm_backward_row(T* dinp, double* dweight, double* dbias, const T* do
     }
 }
 
-// dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`.
+// dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`; likewise
+// dinp_sum (C) = the sum over the rows of dinp as stored, unless it is null.
 template <class T, class G>
-void layernorm_backward(T* dinp, G* dweight, G* dbias, const T* dout, const T* inp, const T* weight,
-                        const accum_t<T>* mean, const accum_t<T>* rstd, void* scratch, int rows,
-                        int C, bool add_to_dinp, bool accumulate, cudaStream_t stream) {
+void layernorm_backward(T* dinp, G* dweight, G* dbias, G* dinp_sum, const T* dout, const T* inp,
+                        const T* weight, const accum_t<T>* mean, const accum_t<T>* rstd,
+                        void* scratch, int rows, int C, bool add_to_dinp, bool accumulate,
+                        cudaStream_t stream) {
     require_positive("layernorm_backward", {{"rows", rows}, {"C", C}});
     const size_t count = static_cast<size_t>(rows), width = static_cast<size_t>(C);
-    double* partial = static_cast<double*>(scratch);  // (parts, 2, C)
+    double* partial = static_cast<double*>(scratch);  // (parts, 3, C)
     enqueue(stream, [=] {
         const size_t part = layernorm_part_rows(count);
         parallel_for(count, part, [=](size_t begin, size_t end) {
-            double* dw = partial + begin / part * 2 * width;
+            double* dw = partial + begin / part * 3 * width;
             double* db = dw + width;
-            std::fill(dw, dw + 2 * width, 0.0);
+            double* sum = db + width;
+            std::fill(dw, dw + 3 * width, 0.0);
             for (size_t row = begin; row < end; ++row) {
                 layernorm_backward_row(dinp + row * width, dw, db, dout + row * width,
                                        inp + row * width, weight, mean[row], rstd[row], width,
                                        add_to_dinp);
+                if (dinp_sum == nullptr) continue;
+                const T* stored = dinp + row * width;
+                for (size_t c = 0; c < width; ++c) sum[c] += static_cast<double>(load(stored[c]));
             }
         });
         const auto add_parts = [=](G* gradient, size_t c, const double* first) {
             double total = 0.0;
-            for (size_t p = 0; p < layernorm_parts(count); ++p) total += first[p * 2 * width + c];
+            for (size_t p = 0; p < layernorm_parts(count); ++p) total += first[p * 3 * width + c];
             if (accumulate) total += static_cast<double>(load(gradient[c]));
             gradient[c] = store<G>(static_cast<accum_t<G>>(total));
         };
@@ -144,6 +150,7 @@ void layernorm_backward(T* dinp, G* dweight, G* dbias, const T* dout, const T* i
             for (size_t c = begin; c < end; ++c) {
                 add_parts(dweight, c, partial);
                 add_parts(dbias, c, partial + width);
+                if (dinp_sum != nullptr) add_parts(dinp_sum, c, partial + 2 * width);
             }
         });
     });

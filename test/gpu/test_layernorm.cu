@@ -39,18 +39,19 @@ struct Exact {
           rstd(s.rows),
           dinp(inp.size()),
           dweight(s.C),
-          dbias(s.C) {
+          dbias(s.C),
+          dinp_sum(s.C) {
         cpu::layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
                                widened(in.bias).data(), s.rows, s.C, nullptr);
     }
     void backward(Shape s) {
         std::vector<double> scratch(cpu::layernorm_backward_scratch_bytes(s.rows, s.C) /
                                     sizeof(double));
-        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                weight.data(), mean.data(), rstd.data(), scratch.data(), s.rows,
-                                s.C, false, false, nullptr);
+        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dinp_sum.data(),
+                                dout.data(), inp.data(), weight.data(), mean.data(), rstd.data(),
+                                scratch.data(), s.rows, s.C, false, false, nullptr);
     }
-    std::vector<double> inp, dout, weight, out, mean, rstd, dinp, dweight, dbias;
+    std::vector<double> inp, dout, weight, out, mean, rstd, dinp, dweight, dbias, dinp_sum;
 };
 
 struct Forward {
@@ -128,25 +129,34 @@ TEST(GpuLayernorm, FusedResidualGivesTheBitsOfTwoSteps) {
 
 struct Backward {
     Backward(Shape s, const Inputs& in, const std::vector<float>& mean,
-             const std::vector<float>& rstd, bool add_to_dinp, bool accumulate, size_t offset = 0)
-        : dinp(old_dinp(s)), dweight(old_gradient(s, 6)), dbias(old_gradient(s, 7)) {
+             const std::vector<float>& rstd, bool add_to_dinp, bool accumulate, size_t offset = 0,
+             bool with_sum = true)
+        : dinp(old_dinp(s)),
+          dweight(old_gradient(s, 6)),
+          dbias(old_gradient(s, 7)),
+          dinp_sum(old_gradient(s, 8)) {
         DeviceGuarded<floatX> device_dinp(in.inp.size(), offset), dout(in.dout, offset),
             inp(in.inp, offset), weight(in.weight, offset);
-        DeviceGuarded<gradX> device_dweight(s.C, offset), device_dbias(s.C, offset);
+        DeviceGuarded<gradX> device_dweight(s.C, offset), device_dbias(s.C, offset),
+            device_dinp_sum(s.C, offset);
         DeviceGuarded<float> device_mean(mean), device_rstd(rstd);
         DeviceGuarded<char> scratch(layernorm_backward_scratch_bytes(s.rows, s.C));
         if (add_to_dinp) device_dinp.upload(dinp);
         if (accumulate) device_dweight.upload(dweight);
         if (accumulate) device_dbias.upload(dbias);
-        layernorm_backward(device_dinp.get(), device_dweight.get(), device_dbias.get(), dout.get(),
-                           inp.get(), weight.get(), device_mean.get(), device_rstd.get(),
-                           scratch.get(), s.rows, s.C, add_to_dinp, accumulate, nullptr);
+        if (accumulate) device_dinp_sum.upload(dinp_sum);
+        layernorm_backward(device_dinp.get(), device_dweight.get(), device_dbias.get(),
+                           with_sum ? device_dinp_sum.get() : nullptr, dout.get(), inp.get(),
+                           weight.get(), device_mean.get(), device_rstd.get(), scratch.get(),
+                           s.rows, s.C, add_to_dinp, accumulate, nullptr);
         dinp = device_dinp.download();
         dweight = device_dweight.download();
         dbias = device_dbias.download();
+        dinp_sum = device_dinp_sum.download();
         device_dinp.expect_guards_intact("dinp");
         device_dweight.expect_guards_intact("dweight");
         device_dbias.expect_guards_intact("dbias");
+        device_dinp_sum.expect_guards_intact("dinp_sum");
         scratch.expect_guards_intact("scratch");
     }
     static std::vector<floatX> old_dinp(Shape s) {
@@ -156,11 +166,14 @@ struct Backward {
         return normal_values<gradX>(s.C, stream);
     }
     bool operator==(const Backward& other) const {
+        return same_but_for_sum(other) && same_bits(dinp_sum, other.dinp_sum);
+    }
+    bool same_but_for_sum(const Backward& other) const {
         return same_bits(dinp, other.dinp) && same_bits(dweight, other.dweight) &&
                same_bits(dbias, other.dbias);
     }
     std::vector<floatX> dinp;
-    std::vector<gradX> dweight, dbias;
+    std::vector<gradX> dweight, dbias, dinp_sum;
 };
 
 template <class T>
@@ -186,6 +199,73 @@ TEST(GpuLayernorm, BackwardMatchesTwin) {
         EXPECT_LT(relative_error(added.dinp, exact.dinp), kBound<floatX>) << s.rows << "x" << s.C;
         EXPECT_LT(relative_error(added.dweight, exact.dweight), kBound<gradX>) << s.C;
         EXPECT_LT(relative_error(added.dbias, exact.dbias), kBound<gradX>) << s.C;
+    }
+}
+
+// The sum over rows of what was stored, and `old` if given, in double.
+struct ExactSum {
+    ExactSum(Shape s, const std::vector<floatX>& dinp, const std::vector<gradX>* old = nullptr)
+        : sum(s.C), size(s.C) {
+        for (int c = 0; c < s.C; ++c) {
+            if (old != nullptr) sum[c] = to_float((*old)[c]);
+            size[c] = std::abs(sum[c]);
+            for (int row = 0; row < s.rows; ++row) {
+                const double value = to_float(dinp[static_cast<size_t>(row) * s.C + c]);
+                sum[c] += value;
+                size[c] += std::abs(value);
+            }
+        }
+    }
+    // The sums may cancel: the error of adding grows with what is added, that of rounding does not.
+    void expect_near(const std::vector<gradX>& got) const {
+        const double rounding = sizeof(gradX) == 4 ? 0x1p-23 : 0x1p-8;
+        size_t wrong = 0;
+        for (size_t c = 0; c < sum.size(); ++c) {
+            const double bound = rounding * std::abs(sum[c]) + 1e-6 * size[c];
+            wrong += !(std::abs(to_float(got[c]) - sum[c]) <= bound);
+        }
+        EXPECT_EQ(wrong, 0u) << "of " << sum.size() << " columns";
+    }
+    std::vector<double> sum, size;
+};
+
+TEST(GpuLayernorm, SumOfDinpIsOfWhatIsStored) {
+    for (const Shape s : kShapes) {
+        SCOPED_TRACE(format("%d x %d", s.rows, s.C));
+        const Inputs in(s);
+        const Forward forward(s, in);
+        const std::vector<gradX> old = Backward::old_gradient(s, 8);
+        const Backward plain(s, in, forward.mean, forward.rstd, false, false);
+        ExactSum(s, plain.dinp).expect_near(plain.dinp_sum);
+        const Backward added(s, in, forward.mean, forward.rstd, true, true);
+        ExactSum(s, added.dinp, &old).expect_near(added.dinp_sum);
+        if (s.C == 2) continue;  // dinp is then nothing but cancellation
+        Exact exact(s, in);
+        exact.backward(s);
+        add_to(exact.dinp_sum, old);
+        const std::vector<floatX> old_dinp = Backward::old_dinp(s);
+        for (int c = 0; c < s.C; ++c) {
+            for (int row = 0; row < s.rows; ++row) {
+                exact.dinp_sum[c] += to_float(old_dinp[static_cast<size_t>(row) * s.C + c]);
+            }
+        }
+        EXPECT_LT(relative_error(added.dinp_sum, exact.dinp_sum), kBound<floatX>);
+    }
+}
+
+TEST(GpuLayernorm, WithoutSumOfDinpTheRestIsTheSame) {
+    for (const Shape s : kShapes) {
+        SCOPED_TRACE(format("%d x %d", s.rows, s.C));
+        const Inputs in(s);
+        const Forward forward(s, in);
+        for (const bool add : {false, true}) {
+            const Backward with(s, in, forward.mean, forward.rstd, add, add);
+            const Backward without(s, in, forward.mean, forward.rstd, add, add, 0, false);
+            EXPECT_TRUE(without.same_but_for_sum(with));
+            std::vector<gradX> untouched = Backward::old_gradient(s, 8);
+            if (!add) untouched = DeviceGuarded<gradX>(s.C).download();  // poison
+            EXPECT_TRUE(same_bits(without.dinp_sum, untouched));
+        }
     }
 }
 
@@ -221,8 +301,9 @@ TEST(GpuLayernorm, RefusesShapesThatItCannotDo) {
     gradX* g = nullptr;
     EXPECT_THROW(layernorm_forward(x, f, f, x, x, x, 0, 1, nullptr), Error);
     EXPECT_THROW(fused_residual_layernorm_forward(x, x, f, f, x, x, x, x, 1, 0, nullptr), Error);
-    EXPECT_THROW(layernorm_backward(x, g, g, x, x, x, f, f, nullptr, -1, 1, false, false, nullptr),
-                 Error);
+    EXPECT_THROW(
+        layernorm_backward(x, g, g, g, x, x, x, f, f, nullptr, -1, 1, false, false, nullptr),
+        Error);
     EXPECT_THROW(layernorm_forward(x, f, f, x, x, x, 1, 12289, nullptr), Error);
     EXPECT_THROW(layernorm_backward_scratch_bytes(1, 12289), Error);
 }
@@ -238,7 +319,7 @@ void report(const char* size, Shape s) {
     const DeviceBuffer<floatX> weight = device_values<floatX>(s.C, 7);
     const DeviceBuffer<floatX> residual(count);
     const DeviceBuffer<float> mean(s.rows), rstd(s.rows);
-    const DeviceBuffer<gradX> dweight(s.C), dbias(s.C);
+    const DeviceBuffer<gradX> dweight(s.C), dbias(s.C), dinp_sum(s.C);
     const DeviceBuffer<char> scratch(layernorm_backward_scratch_bytes(s.rows, s.C));
     const double bytes = static_cast<double>(a[0].bytes());
     report_bandwidth(format("layernorm_forward %s", size).c_str(), 2 * bytes, [&](int set) {
@@ -251,18 +332,20 @@ void report(const char* size, Shape s) {
                                              a[set].get(), b[set].get(), weight.get(), weight.get(),
                                              s.rows, s.C, nullptr);
         });
-    report_bandwidth(format("layernorm_backward, adding, %s", size).c_str(), 4 * bytes,
-                     [&](int set) {
-                         layernorm_backward(c[set].get(), dweight.get(), dbias.get(), b[set].get(),
-                                            a[set].get(), weight.get(), mean.get(), rstd.get(),
-                                            scratch.get(), s.rows, s.C, true, false, nullptr);
-                     });
+    report_bandwidth(
+        format("layernorm_backward, adding, %s", size).c_str(), 4 * bytes, [&](int set) {
+            layernorm_backward(c[set].get(), dweight.get(), dbias.get(), dinp_sum.get(),
+                               b[set].get(), a[set].get(), weight.get(), mean.get(), rstd.get(),
+                               scratch.get(), s.rows, s.C, true, false, nullptr);
+        });
 }
 
 TEST(GpuLayernorm, Bandwidth) {
     report("d12 B 64", {65536, 768});
     report("d24 B 32", {32768, 1024});
     report("d48 B 16", {16384, 1600});
+    report("d12 B 4", {4096, 768});
+    report("d48 B 4", {4096, 1600});
 }
 
 }  // namespace

@@ -52,11 +52,12 @@ struct Inputs {
         cuda_check(cudaDeviceSynchronize());
     }
     template <class G>
-    void backward(T* dinp, G* dweight, G* dbias, Shape s, bool add_to_dinp, bool accumulate) {
+    void backward(T* dinp, G* dweight, G* dbias, Shape s, bool add_to_dinp, bool accumulate,
+                  G* dinp_sum = nullptr) {
         Guarded<char> scratch(cpu::layernorm_backward_scratch_bytes(s.rows, s.C));
-        cpu::layernorm_backward(dinp, dweight, dbias, dout.data(), inp.data(), weight.data(),
-                                mean.data(), rstd.data(), scratch, s.rows, s.C, add_to_dinp,
-                                accumulate, nullptr);
+        cpu::layernorm_backward(dinp, dweight, dbias, dinp_sum, dout.data(), inp.data(),
+                                weight.data(), mean.data(), rstd.data(), scratch, s.rows, s.C,
+                                add_to_dinp, accumulate, nullptr);
         cuda_check(cudaDeviceSynchronize());
         scratch.expect_guards_intact("scratch");
     }
@@ -216,29 +217,82 @@ TEST(LayerNorm, BackwardMatchesDouble) {
     expect_backward_near_double<bf16, float>();
 }
 
+// By plain loops over what is stored, rounded; `old` (C) enters the sum. The rest is that of a call
+// without dinp_sum.
+template <class T, class G>
+void expect_sum_of_dinp(Shape s, bool add_to_dinp, bool accumulate) {
+    Inputs<T> in(s);
+    in.forward(s);
+    Guarded<T> dinp(in.count);
+    Guarded<G> dweight(s.C), dbias(s.C), dinp_sum(s.C);
+    fill_normal(dinp.data(), in.count, 5);
+    fill_normal(dweight.data(), s.C, 6);
+    fill_normal(dbias.data(), s.C, 7);
+    if (accumulate) fill_normal(dinp_sum.data(), s.C, 8);
+    std::vector<T> without(dinp.data(), dinp.data() + in.count);
+    std::vector<G> weight_without(dweight.data(), dweight.data() + s.C);
+    std::vector<G> bias_without(dbias.data(), dbias.data() + s.C);
+    const std::vector<G> old(dinp_sum.data(), dinp_sum.data() + s.C);
+    in.backward(without.data(), weight_without.data(), bias_without.data(), s, add_to_dinp,
+                accumulate);
+    in.backward(dinp.data(), dweight.data(), dbias.data(), s, add_to_dinp, accumulate,
+                dinp_sum.data());
+    EXPECT_TRUE(same_bits(dinp.data(), without.data(), in.count)) << s.C;
+    EXPECT_TRUE(same_bits(dweight.data(), weight_without.data(), s.C)) << s.C;
+    EXPECT_TRUE(same_bits(dbias.data(), bias_without.data(), s.C)) << s.C;
+    for (int c = 0; c < s.C; ++c) {
+        double sum = accumulate ? load(old[c]) : 0.0, size = std::abs(sum);
+        for (int row = 0; row < s.rows; ++row) {
+            const double value = load(dinp[static_cast<size_t>(row) * s.C + c]);
+            sum += value;
+            size += std::abs(value);
+        }
+        // One rounding of the sum; what comes before it is in double.
+        const double near = std::is_same_v<G, bf16> ? 0x1p-8 : 0x1p-24;
+        EXPECT_NEAR(load(dinp_sum[c]), sum, near * std::abs(sum) + 1e-14 * size)
+            << s.C << ", " << c;
+    }
+    dinp_sum.expect_guards_intact("dinp_sum");
+}
+
+TEST(LayerNorm, SumOfDinpIsOfWhatIsStored) {
+    for (const Shape s : kShapes) {
+        for (const bool add_to_dinp : {false, true}) {
+            for (const bool accumulate : {false, true}) {
+                expect_sum_of_dinp<float, float>(s, add_to_dinp, accumulate);
+                expect_sum_of_dinp<bf16, bf16>(s, add_to_dinp, accumulate);
+                expect_sum_of_dinp<bf16, float>(s, add_to_dinp, accumulate);
+            }
+        }
+    }
+}
+
 // The old gradient enters before the rounding. A bf16 twin whose result is rounded to bf16 first
 // and added then differs in some elements; the same kernel with fp32 gradients shows the sum.
 TEST(LayerNorm, AccumulateRoundsOnce) {
     const Shape s{50, 513};
     Inputs<bf16> in(s);
     in.forward(s);
-    std::vector<bf16> dinp(in.count), dweight(s.C), dbias(s.C), old(in.count);
-    std::vector<float> sum_weight(s.C), sum_bias(s.C);
-    in.backward(dinp.data(), sum_weight.data(), sum_bias.data(), s, false, false);
+    std::vector<bf16> dinp(in.count), dweight(s.C), dbias(s.C), dinp_sum(s.C);
+    std::vector<float> sum_weight(s.C), sum_bias(s.C), sum_dinp(s.C);
+    in.backward(dinp.data(), sum_weight.data(), sum_bias.data(), s, false, false, sum_dinp.data());
     fill_normal(dweight.data(), s.C, 6);
     fill_normal(dbias.data(), s.C, 7);
-    std::vector<bf16> once_weight(s.C), once_bias(s.C);
+    fill_normal(dinp_sum.data(), s.C, 8);
+    std::vector<bf16> once_weight(s.C), once_bias(s.C), once_dinp(s.C);
     size_t twice_differs = 0;
     for (int c = 0; c < s.C; ++c) {
         once_weight[c] = rounded<bf16>(double(load(dweight[c])) + sum_weight[c]);
         once_bias[c] = rounded<bf16>(double(load(dbias[c])) + sum_bias[c]);
+        once_dinp[c] = rounded<bf16>(double(load(dinp_sum[c])) + sum_dinp[c]);
         const float twice = load(dbias[c]) + load(rounded<bf16>(sum_bias[c]));
         twice_differs += load(rounded<bf16>(twice)) != load(once_bias[c]);
     }
     ASSERT_GT(twice_differs, 0u);
-    in.backward(dinp.data(), dweight.data(), dbias.data(), s, false, true);
+    in.backward(dinp.data(), dweight.data(), dbias.data(), s, false, true, dinp_sum.data());
     EXPECT_TRUE(same_bits(dweight.data(), once_weight.data(), s.C));
     EXPECT_TRUE(same_bits(dbias.data(), once_bias.data(), s.C));
+    EXPECT_TRUE(same_bits(dinp_sum.data(), once_dinp.data(), s.C));
 }
 
 TEST(LayerNorm, AddToDinpRoundsOnce) {
@@ -283,7 +337,7 @@ TEST(LayerNorm, RefusesEmptyShapes) {
     EXPECT_THROW(cpu::fused_residual_layernorm_forward(x, x, x, x, x, x, x, x, 1, 0, nullptr),
                  Error);
     EXPECT_THROW(
-        cpu::layernorm_backward(x, x, x, x, x, x, x, x, nullptr, -1, 1, false, false, nullptr),
+        cpu::layernorm_backward(x, x, x, x, x, x, x, x, x, nullptr, -1, 1, false, false, nullptr),
         Error);
 }
 
@@ -292,12 +346,13 @@ void add_results(Hash& hash) {
     const Shape s{3001, 129};
     Inputs<T> in(s);
     in.forward(s);
-    std::vector<T> dinp(in.count), dweight(s.C), dbias(s.C);
-    in.backward(dinp.data(), dweight.data(), dbias.data(), s, false, false);
+    std::vector<T> dinp(in.count), dweight(s.C), dbias(s.C), dinp_sum(s.C);
+    in.backward(dinp.data(), dweight.data(), dbias.data(), s, false, false, dinp_sum.data());
     hash.add(in.out.data(), in.count);
     hash.add(dinp.data(), in.count);
     hash.add(dweight.data(), dweight.size());
     hash.add(dbias.data(), dbias.size());
+    hash.add(dinp_sum.data(), dinp_sum.size());
 }
 
 // In double too: fp32 results hide most changes in the order of a sum kept in double.
