@@ -9,6 +9,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/dependent_launch.cuh"
 #include "llmc/gelu.cuh"
 #include "llmc/nvtx_range.cuh"
 
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
             }
         }
     }
+    let_next_kernel_start();
 #pragma unroll
     for (int i = 0; i < kVector; ++i) shared[warp][lane * kVector + i] = sums[i];
     __syncthreads();
@@ -81,6 +83,7 @@ template <class G>
 __global__ void __launch_bounds__(kWarpSize* kGroups)
     sum_kernel(G* dbias, const float* partial, int num_parts, int OC, bool accumulate) {
     __shared__ float shared[kGroups][kWarpSize];
+    wait_for_first_kernel();
     const int column = blockIdx.x * kWarpSize + threadIdx.x, group = threadIdx.y;
     float sum = 0.0f;
     if (column < OC) {
@@ -192,8 +195,8 @@ void sum_rows_into_bias(G* dbias, const Rows& source, void* scratch, int rows, i
     const auto kernel = vector ? partial_kernel<kWidth, Rows> : partial_kernel<1, Rows>;
     kernel<<<grid, block, 0, stream>>>(partial, source, rows, OC, rows_per_part(rows));
     launch_check();
-    sum_kernel<<<ceil_div(OC, kWarpSize), dim3(kWarpSize, kGroups), 0, stream>>>(
-        dbias, partial, count, OC, accumulate);
+    launch_second_kernel(sum_kernel<G>, ceil_div(OC, kWarpSize), dim3(kWarpSize, kGroups), stream,
+                         dbias, partial, count, OC, accumulate);
     launch_check();
 }
 

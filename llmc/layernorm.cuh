@@ -14,6 +14,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/dependent_launch.cuh"
 #include "llmc/nvtx_range.cuh"
 
 namespace llmc {
@@ -244,12 +245,14 @@ __device__ inline void add_warps(float* partial, const float4* sums, int C) {
     __syncthreads();
 }
 
-// partial (3,C) from the threads' sums.
+// partial (3,C) from the threads' sums: the last that a block does, so the kernel that adds the parts
+// may come.
 template <int kColumns, bool kVector, int kGroups, int kWidth, bool kWarpRow>
 __device__ inline void store_partial(float* partial, const float (&dweight)[kGroups][kWidth],
                                      const float (&dbias)[kGroups][kWidth],
                                      const ColumnSums<kGroups, kWidth, kWarpRow>& dinp_sum,
                                      const float4* sums, int C, int thread, int team) {
+    let_next_kernel_start();
     if constexpr (kWarpRow) {
         add_warps<kColumns, kWidth, kVector>(partial + 2 * C, sums, C);
 #pragma unroll
@@ -390,6 +393,7 @@ __global__ void __launch_bounds__(kLayernormThreads)
     layernorm_add_parts_kernel(G* dweight, G* dbias, G* dinp_sum, const float* partial, int parts,
                                int C, bool accumulate) {
     __shared__ double sums[kLayernormWarps][kWarpSize];
+    wait_for_first_kernel();
     const int lane = threadIdx.x % kWarpSize, stretch = threadIdx.x / kWarpSize;
     const int column = blockIdx.x * kWarpSize + lane;  // of the three side by side
     const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
@@ -530,8 +534,9 @@ inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, gradX
         launch_layernorm_backward<floatX, 32, false, 1>(p, parts, stream);
     }
     const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
-    layernorm_add_parts_kernel<<<ceil_div(columns, kWarpSize), kLayernormThreads, 0, stream>>>(
-        dweight, dbias, dinp_sum, partial, parts, C, accumulate);
+    launch_second_kernel(layernorm_add_parts_kernel<gradX>, ceil_div(columns, kWarpSize),
+                         kLayernormThreads, stream, dweight, dbias, dinp_sum, partial, parts, C,
+                         accumulate);
     launch_check();
 }
 
