@@ -14,6 +14,18 @@
 
 namespace llmc {
 
+// What cudaStreamWaitEvent needs on `stream` for an event that is recorded outside the work that may be
+// being captured there.
+inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
+#ifdef LLMC_CPU
+    return 0;
+#else
+    cudaStreamCaptureStatus status;
+    cuda_check(cudaStreamIsCapturing(stream, &status));
+    return status == cudaStreamCaptureStatusActive ? cudaEventWaitExternal : cudaEventWaitDefault;
+#endif
+}
+
 class CapturedWork {
   public:
     // Graphs that are kept at most; what comes beyond is launched kernel by kernel. One of a micro-step
@@ -30,7 +42,8 @@ class CapturedWork {
     // Calls `queue()`, which queues work on `stream` alone and does the same each time it is called
     // with this `key`; or launches the graph of what it queued. The first time it runs as it is,
     // since libraries choose and load kernels then; the second time it is captured. `queue` must not
-    // wait, allocate, or touch other streams. Throws Error when a CUDA call fails. On the CPU build it
+    // make the host wait, allocate, or touch other streams; of those it may wait for events with
+    // wait_flags. Throws Error when a CUDA call fails. On the CPU build it
     // is always called.
     template <class Queue>
     void run(const std::pair<int, int>& key, cudaStream_t stream, Queue&& queue) {
