@@ -386,34 +386,48 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
                                      dinp_sum, shared_sums, p.C, thread, team);
 }
 
-// dweight, dbias and dinp_sum, unless it is null, from the parts: eight stretches of parts in double,
-// then these in order.
+// The parts' sum: a block takes 16 columns, which are two sectors of memory, and cuts the parts into
+// 32 stretches, so that with 264 parts a thread has all its loads in flight at once.
+constexpr int kPartColumns = 16;
+constexpr int kPartStretches = 32;
+constexpr int kPartBatch = 9;
+
+// dweight, dbias and dinp_sum, unless it is null, from the parts: the stretches in double, each with its
+// neighbour, then these pairs in order.
 template <class G>
-__global__ void __launch_bounds__(kLayernormThreads)
+__global__ void __launch_bounds__(kPartColumns* kPartStretches)
     layernorm_add_parts_kernel(G* dweight, G* dbias, G* dinp_sum, const float* partial, int parts,
                                int C, bool accumulate) {
-    __shared__ double sums[kLayernormWarps][kWarpSize];
+    __shared__ double sums[kPartStretches / 2][kPartColumns];
     wait_for_first_kernel();
-    const int lane = threadIdx.x % kWarpSize, stretch = threadIdx.x / kWarpSize;
-    const int column = blockIdx.x * kWarpSize + lane;  // of the three side by side
-    const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
-    const int share = ceil_div(parts, kLayernormWarps);
+    const int lane = threadIdx.x % kPartColumns, stretch = threadIdx.x / kPartColumns;
+    const int column = blockIdx.x * kPartColumns + lane;  // of the three side by side
+    const bool exists = column < (dinp_sum != nullptr ? 3 : 2) * C;
+    const bool last_adder = exists && stretch == 0;
     double sum = 0.0;
-    if (column < columns) {
-        const int end = min(parts, (stretch + 1) * share);
-#pragma unroll 8
-        for (int part = stretch * share; part < end; ++part) {
-            sum += static_cast<double>(partial[size_t{3} * part * C + column]);
+    if (exists) {
+        const int end = parts * (stretch + 1) / kPartStretches;
+        for (int part = parts * stretch / kPartStretches; part < end; part += kPartBatch) {
+            float values[kPartBatch];
+#pragma unroll
+            for (int k = 0; k < kPartBatch; ++k) {
+                values[k] = part + k < end ? partial[size_t{3} * (part + k) * C + column] : 0.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < kPartBatch; ++k) sum += static_cast<double>(values[k]);
         }
     }
-    sums[stretch][lane] = sum;
-    __syncthreads();
-    if (stretch > 0 || column >= columns) return;
-    for (int s = 1; s < kLayernormWarps; ++s) sum += sums[s][lane];
     G* gradient = column < C       ? dweight + column
                   : column < 2 * C ? dbias + (column - C)
                                    : dinp_sum + (column - 2 * C);
-    if (accumulate) sum += static_cast<double>(widen(*gradient));
+    const float old = accumulate && last_adder ? widen(*gradient) : 0.0f;
+    sum += __shfl_down_sync(0xffffffffu, sum, kPartColumns);
+    if (stretch % 2 == 0) sums[stretch / 2][lane] = sum;
+    __syncthreads();
+    if (!last_adder) return;
+#pragma unroll
+    for (int s = 1; s < kPartStretches / 2; ++s) sum += sums[s][lane];
+    if (accumulate) sum += static_cast<double>(old);
     *gradient = narrow<G>(static_cast<float>(sum));
 }
 
@@ -440,11 +454,15 @@ void launch_layernorm_forward(const LayernormForward<T>& p, cudaStream_t stream)
     launch_check();
 }
 
-// The kernel is chosen by C alone.
+// The kernel is chosen by C alone. A warp whose lanes have room for much more than the row has registers
+// lying idle, and too few rows on their way: hence a size for each of GPT-2's widths.
 template <bool kFused, class T>
 void layernorm_forward_any(const LayernormForward<T>& p, cudaStream_t stream) {
     if (p.C <= 8 * kWarpSize) return launch_layernorm_forward<T, 8, true, kFused>(p, stream);
     if (p.C <= 24 * kWarpSize) return launch_layernorm_forward<T, 24, true, kFused>(p, stream);
+    if (p.C <= 32 * kWarpSize) return launch_layernorm_forward<T, 32, true, kFused>(p, stream);
+    if (p.C <= 40 * kWarpSize) return launch_layernorm_forward<T, 40, true, kFused>(p, stream);
+    if (p.C <= 56 * kWarpSize) return launch_layernorm_forward<T, 56, true, kFused>(p, stream);
     if (p.C <= 64 * kWarpSize) return launch_layernorm_forward<T, 64, true, kFused>(p, stream);
     launch_layernorm_forward<T, 32, false, kFused>(p, stream);
 }
@@ -534,9 +552,9 @@ inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, gradX
         launch_layernorm_backward<floatX, 32, false, 1>(p, parts, stream);
     }
     const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
-    launch_second_kernel(layernorm_add_parts_kernel<gradX>, ceil_div(columns, kWarpSize),
-                         kLayernormThreads, stream, dweight, dbias, dinp_sum, partial, parts, C,
-                         accumulate);
+    launch_second_kernel(layernorm_add_parts_kernel<gradX>, ceil_div(columns, kPartColumns),
+                         kPartColumns * kPartStretches, stream, dweight, dbias, dinp_sum, partial,
+                         parts, C, accumulate);
     launch_check();
 }
 
