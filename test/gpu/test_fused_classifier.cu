@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "llmc/cpu/fused_classifier.h"
 #include "llmc/fused_classifier.cuh"
@@ -15,11 +17,12 @@ struct Shape {
     int rows, V, Vp;
     size_t count() const { return static_cast<size_t>(rows) * Vp; }
 };
-// The CPU tests', among them GPT-2's; rows that end in the middle of a vector; a row that no GPU's
-// shared memory holds.
+// The CPU tests', among them GPT-2's; rows that end in the middle of a vector; rows of which shared
+// memory holds many, two, one and none.
 const Shape kShapes[] = {{1, 1, 1},         {3, 5, 8},           {7, 97, 128},      {4, 36, 37},
                          {5, 1600, 1600},   {3, 50257, 50304},   {2, 4096, 4096},   {2, 4100, 4104},
-                         {3, 16385, 16500}, {2, 130001, 130048}, {2, 60003, 60003}, {2, 200, 4096}};
+                         {3, 16385, 16500}, {2, 130001, 130048}, {2, 60003, 60003}, {2, 200, 4096},
+                         {3, 60003, 60008}, {3, 30011, 30016}};
 
 std::vector<int> some_targets(Shape s) {
     std::vector<int> targets(s.rows);
@@ -175,6 +178,205 @@ TEST(GpuFusedClassifier, LongRowsKeepTheLossAccurate) {
     EXPECT_NEAR(got.losses[0] / exact.losses[0], 1.0, 3e-7);
 }
 
+// ---- one row's bits, whichever block or team has it, with whichever rows before and after ----
+
+// The ways to the gradient of aligned rows.
+enum class Way { kBlockForEachRow, kOneTeam, kTwoTeams, kLauncher };
+const char* name_of(Way way) {
+    switch (way) {
+        case Way::kBlockForEachRow:
+            return "a block for each row";
+        case Way::kOneTeam:
+            return "one team";
+        case Way::kTwoTeams:
+            return "two teams";
+        default:
+            return "launcher";
+    }
+}
+std::vector<Way> ways_for(int V) {
+    std::vector<Way> ways = {Way::kLauncher};
+    const int fit = rows_in_shared_memory(cached_row_bytes<floatX>(V));
+    if (fit >= 1) ways.push_back(Way::kBlockForEachRow);
+    if (fit >= 1) ways.push_back(Way::kOneTeam);
+    if (fit >= 2) ways.push_back(Way::kTwoTeams);
+    return ways;
+}
+void run(Way way, floatX* logits, float* losses, const int* targets, float dloss, Shape s) {
+    const Classifier<floatX> p = {logits, losses, targets, dloss, s.V, s.Vp, true};
+    switch (way) {
+        case Way::kBlockForEachRow:
+            launch_fused_classifier<floatX, true, true>(p, s.rows, cached_row_bytes<floatX>(s.V),
+                                                        nullptr);
+            break;
+        case Way::kOneTeam:
+            launch_classify_rows<floatX, 1>(p, s.rows, nullptr);
+            break;
+        case Way::kTwoTeams:
+            launch_classify_rows<floatX, 2>(p, s.rows, nullptr);
+            break;
+        default:
+            fused_classifier(logits, losses, targets, dloss, s.rows, s.V, s.Vp, true, nullptr);
+    }
+}
+
+// A few rows, each with a target, and what a block for each of them makes of it, or the launcher
+// where no row fits in shared memory.
+struct FewRows {
+    static constexpr int kRows = 61;  // prime to all that is round
+    static constexpr float kDloss = 1.0f / 4096;
+
+    FewRows(int V, int Vp)
+        : shape{kRows, V, Vp},
+          targets(some_targets(shape)),
+          logits(normal_values<floatX>(shape.count(), 1, 3.0)) {
+        const DeviceGuarded<floatX> device_logits(logits);
+        DeviceGuarded<float> device_losses(kRows);
+        const DeviceGuarded<int> device_targets(targets);
+        const bool fits = rows_in_shared_memory(cached_row_bytes<floatX>(V)) >= 1;
+        run(fits ? Way::kBlockForEachRow : Way::kLauncher, device_logits.get(), device_losses.get(),
+            device_targets.get(), kDloss, shape);
+        dlogits = device_logits.download();
+        losses = device_losses.download();
+    }
+    Shape shape;
+    std::vector<int> targets;
+    std::vector<floatX> logits, dlogits;
+    std::vector<float> losses;
+};
+
+// Row r of a batch is row r % 61 of the few, or has no target where skipped[r] is true.
+void expect_rows_of(const FewRows& few, const std::vector<bool>& skipped, Way way,
+                    const char* what) {
+    const int rows = static_cast<int>(skipped.size());
+    const Shape s{rows, few.shape.V, few.shape.Vp};
+    const size_t width = s.Vp;
+    std::vector<floatX> logits(s.count());
+    std::vector<int> targets(rows);
+    for (int row = 0; row < rows; ++row) {
+        const int source = row % FewRows::kRows;
+        std::copy_n(few.logits.begin() + source * width, width, logits.begin() + row * width);
+        targets[row] = skipped[row] ? -1 : few.targets[source];
+    }
+    const DeviceGuarded<floatX> device_logits(logits);
+    DeviceGuarded<float> device_losses(rows);
+    const DeviceGuarded<int> device_targets(targets);
+    run(way, device_logits.get(), device_losses.get(), device_targets.get(), FewRows::kDloss, s);
+    const std::vector<floatX> got = device_logits.download();
+    const std::vector<float> losses = device_losses.download();
+    device_logits.expect_guards_intact("logits");
+    device_losses.expect_guards_intact("losses");
+    const std::vector<floatX> zeros(width, from_float<floatX>(0.0f));
+    const float no_loss = 0.0f;
+    int wrong = 0, first_wrong = -1;
+    for (int row = 0; row < rows; ++row) {
+        const int source = row % FewRows::kRows;
+        const floatX* wanted = skipped[row] ? zeros.data() : few.dlogits.data() + source * width;
+        const float* loss = skipped[row] ? &no_loss : &few.losses[source];
+        if (same_bits(got.data() + row * width, wanted, width) &&
+            same_bits(&losses[row], loss, 1)) {
+            continue;
+        }
+        if (wrong++ == 0) first_wrong = row;
+    }
+    EXPECT_EQ(wrong, 0) << what << ", " << name_of(way) << ", V " << s.V << ", " << rows
+                        << " rows, first wrong one " << first_wrong;
+}
+
+TEST(GpuFusedClassifier, RowsHaveTheSameBitsInBatchesOfAnySize) {
+    const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+    for (const Shape s : {Shape{1, 1600, 1600}, Shape{1, 4100, 4104}, Shape{1, 16381, 16384}}) {
+        const FewRows few(s.V, s.Vp);
+        // Fewer rows than teams, one row more or less than teams or blocks, several rows for each;
+        // of short rows also so many that blocks come in several rounds.
+        for (const int rows :
+             {1, 2, 3, processors - 1, processors, processors + 1, 2 * processors - 1,
+              2 * processors, 2 * processors + 1, 3 * processors, 4 * processors + 1,
+              9 * processors + 7, s.V < 2000 ? 140 * processors + 3 : 4}) {
+            for (const Way way : ways_for(s.V)) {
+                expect_rows_of(few, std::vector<bool>(rows), way, "all targets");
+            }
+        }
+    }
+}
+
+TEST(GpuFusedClassifier, ThousandsOfGpt2RowsHaveTheBitsOfAFew) {
+    const FewRows few(50257, 50304);
+    for (const Way way : ways_for(50257)) {
+        for (const char* what : {"first run", "second run"}) {
+            expect_rows_of(few, std::vector<bool>(2111), way, what);
+        }
+    }
+}
+
+// A row without a target is not fetched: the next one has to be, and none may come in its place.
+TEST(GpuFusedClassifier, RowsWithoutTargetsAnywhereLeaveTheOthersAlone) {
+    const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+    const FewRows few(4100, 4104);
+    const int rows = 11 * processors + 5;
+    std::vector<bool> none(rows), all(rows, true), ends(rows), alternate(rows), some(rows);
+    std::vector<bool> first_half(rows), second_half(rows);
+    for (int row = 0; row < rows; ++row) {
+        ends[row] = row == 0 || row == rows - 1;
+        // A team's rows are one or two times the number of multiprocessors apart, or more.
+        alternate[row] = row / processors % 4 >= 2;
+        some[row] = random_bits32(9, RandomPurpose::kTest, 1, row) % 3 == 0;
+        first_half[row] = row < rows / 2;
+        second_half[row] = row >= rows / 2;
+    }
+    for (const Way way : ways_for(4100)) {
+        expect_rows_of(few, none, way, "all targets");
+        expect_rows_of(few, all, way, "no targets");
+        expect_rows_of(few, ends, way, "none at the ends");
+        expect_rows_of(few, alternate, way, "none in every second step");
+        expect_rows_of(few, some, way, "none in a third");
+        expect_rows_of(few, first_half, way, "none in the first half");
+        expect_rows_of(few, second_half, way, "none in the second half");
+        expect_rows_of(few, {true}, way, "one row without");
+        expect_rows_of(few, {true, false, true}, way, "the second of three");
+    }
+}
+
+// What a row with a NaN leaves in shared memory must not reach the team's next ones.
+TEST(GpuFusedClassifier, NaNStaysInItsRow) {
+    const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+    const FewRows few(4100, 4104);
+    const Shape s{9 * processors, few.shape.V, few.shape.Vp};
+    const size_t width = s.Vp;
+    for (const Way way : ways_for(s.V)) {
+        std::vector<floatX> logits(s.count());
+        std::vector<int> targets(s.rows);
+        for (int row = 0; row < s.rows; ++row) {
+            const int source = row % FewRows::kRows;
+            std::copy_n(few.logits.begin() + source * width, width, logits.begin() + row * width);
+            targets[row] = few.targets[source];
+            if (row % 5 == 2) {
+                logits[row * width + row % s.V] = from_float<floatX>(std::nanf(""));
+            }
+        }
+        const DeviceGuarded<floatX> device_logits(logits);
+        DeviceGuarded<float> device_losses(s.rows);
+        const DeviceGuarded<int> device_targets(targets);
+        run(way, device_logits.get(), device_losses.get(), device_targets.get(), FewRows::kDloss,
+            s);
+        const std::vector<floatX> got = device_logits.download();
+        const std::vector<float> losses = device_losses.download();
+        for (int row = 0; row < s.rows; ++row) {
+            if (row % 5 == 2) {
+                ASSERT_TRUE(std::isnan(losses[row])) << name_of(way) << " row " << row;
+                ASSERT_TRUE(std::isnan(to_float(got[row * width + (row + 1) % s.V]))) << row;
+                continue;
+            }
+            const int source = row % FewRows::kRows;
+            ASSERT_TRUE(same_bits(&losses[row], &few.losses[source], 1))
+                << name_of(way) << " row " << row;
+            ASSERT_TRUE(
+                same_bits(got.data() + row * width, few.dlogits.data() + source * width, width))
+                << name_of(way) << " row " << row;
+        }
+    }
+}
+
 // 3.3e9 logits: an index of 32 bits ends up in another row.
 TEST(GpuFusedClassifier, MoreLogitsThan32BitsCountAreEachInTheirRow) {
     const Shape s{65536, 50257, 50304}, small{61, s.V, s.Vp};
@@ -273,6 +475,13 @@ TEST(GpuFusedClassifier, Bandwidth) {
                              fused_classifier(logits.get(), losses.get(), targets.get(),
                                               1.0f / 65536, s.rows, s.V, s.Vp, write, nullptr);
                          });
+    }
+    for (const Way way : ways_for(s.V)) {
+        if (way == Way::kLauncher) continue;
+        const std::string name = std::string("  dlogits by ") + name_of(way);
+        report_bandwidth(name.c_str(), 2 * bytes, [&](int) {
+            run(way, logits.get(), losses.get(), targets.get(), 1.0f / 65536, s);
+        });
     }
     report_bandwidth("mean_loss, 65536 rows", 65536 * 4.0,
                      [&](int) { mean_loss(mean.get(), losses.get(), 65536, nullptr); });
