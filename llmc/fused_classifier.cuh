@@ -4,7 +4,7 @@
 // 98 KB, so that a multiprocessor of an H200 keeps two of them in shared memory and reads nothing
 // twice. Two teams of 512 threads, each with room for one row, go from row to row. While a team
 // writes its row, it has the next one brought to the places that become free, and while it sums up
-// that one, the other team writes: memory never waits for arithmetic. The teams take turns at
+// that one, the other team writes, so that memory need not wait for it. The teams take turns at
 // writing, since nothing else would keep them from falling into step.
 //
 // Arithmetic is the next bound. An element costs two exponentials, of which the special function
@@ -277,7 +277,7 @@ struct TeamReduction {
     float maxima[kClassifierWarps];
 };
 template <int kTeams>
-__device__ inline float team_max(float value, TeamReduction& shared, const Team<kTeams>& team) {
+__device__ inline float max_of_team(float value, TeamReduction& shared, const Team<kTeams>& team) {
     value = warp_max(value);
     if (team.thread % kWarpSize == 0) shared.maxima[team.thread / kWarpSize] = value;
     team.sync();
@@ -286,7 +286,8 @@ __device__ inline float team_max(float value, TeamReduction& shared, const Team<
     return value;
 }
 template <int kTeams>
-__device__ inline double team_sum(double value, TeamReduction& shared, const Team<kTeams>& team) {
+__device__ inline double sum_of_team(double value, TeamReduction& shared,
+                                     const Team<kTeams>& team) {
     value = warp_sum(value);
     if (team.thread % kWarpSize == 0) shared.sums[team.thread / kWarpSize] = value;
     team.sync();
@@ -432,13 +433,14 @@ __device__ inline RowSum reduce_row(const Packed128<T>* cache, int V, int target
                                     const Team<kTeams>& team, TeamReduction& shared) {
     const ExpSum mine = sum_of_fetched_row(cache, V, team.thread);
     RowSum sum;
-    sum.largest = team_max(mine.largest, shared, team);
+    sum.largest = max_of_team(mine.largest, shared, team);
     // Another thread's group: the barrier before says that it is there, and the one after that
     // nobody has the next row brought to its place yet.
     sum.of_target = widen(reinterpret_cast<const T*>(cache)[target]);
-    sum.total = team_sum(static_cast<double>(mine.sum) *
-                             static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest)),
-                         shared, team);
+    sum.total =
+        sum_of_team(static_cast<double>(mine.sum) *
+                        static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest)),
+                    shared, team);
     return sum;
 }
 
