@@ -134,11 +134,20 @@ gpu_run = --unit $(notdir $(call cuda_dir,$(1),$(2)))=$(call cuda_dir,$(1),$(2))
 GPU_RUNS = $(call gpu_run,FP32) $(call gpu_run,BF16) $(call gpu_run,BF16,FP32)
 RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test
 
+# One make for each set of variables, all of them from one pool of jobs, so that none waits for
+# another's last file. Those with the longest files are first.
+TEST_BUILDS := build_tests_fp32 build_tests_bf16 build_tests_switches build_tests_nompi build_tests_asan
 build_tests: check-deps
+	$(SUB) $(TEST_BUILDS)
+build_tests_fp32:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit bench_forward
+build_tests_bf16:
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit grade_checks
+build_tests_switches:
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
+build_tests_nompi:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 train_only
+build_tests_asan:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
 train_only: $(CPU_DIR)/train_gpt2cpu
 grade_checks: $(CPU_DIR)/grade_checks
@@ -266,6 +275,6 @@ help:
 	@awk -f mk/help.awk Makefile
 
 FORCE:
-.PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests train_only train_and_unit test test_unit \
+.PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests $(TEST_BUILDS) train_only train_and_unit test test_unit \
     grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_cpu bench_cpu_programs bench_comm bench_forward profile cuda_trainer tune check-deps setup \
     clean distclean help FORCE

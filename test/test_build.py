@@ -172,6 +172,20 @@ def test_help_names_every_variable_and_target() -> None:
         assert re.search(rf"^  {target} +\S", output, re.MULTILINE), target
 
 
+def test_make_test_builds_every_set_of_variables() -> None:
+    output = make("-n", "-B", "REPORT=0", "GRAD_PRECISION=FP32", "build_tests").stdout
+    programs = re.findall(r" -o build/(\S+/[a-z_0-9]+)(?= )", output)
+    assert set(programs) == {
+        "cpu-fp32/train_gpt2cpu", "cpu-fp32/unit_tests", "cpu-fp32/bench_forward",
+        "cpu-bf16/train_gpt2cpu", "cpu-bf16/unit_tests", "cpu-bf16/grade_checks",
+        "cpu-bf16-switches/train_gpt2cpu", "nompi/cpu-fp32/train_gpt2cpu",
+        "cpu-fp32-asan/unit_tests",
+    }
+    for name, level in {"test_matmul": "-O1", "test_tree": "-O0"}.items():
+        (line,) = re.findall(rf"^.* -o build/cpu-fp32-asan/unit/{name}\.o$", output, re.MULTILINE)
+        assert "-fsanitize=address,undefined" in line and level in line.split()
+
+
 def test_bench_without_a_gpu_builds_nothing() -> None:
     output = make("-n", "bench", "GPU=", "REPORT=0").stdout
     assert "dev/bench/bench.py" in output and "train_gpt2.cu" not in output
