@@ -1,19 +1,19 @@
 // Softmax, cross entropy and its gradient in one pass over the logits.
 //
 // Bound by memory: in bf16 2 bytes an element read and 2 written. A row of 50257 bf16 logits is
-// 98 KB, so that a multiprocessor of an H200 keeps two of them in shared memory and reads nothing
-// twice. Two teams of 512 threads, each with room for one row, go from row to row. While a team
-// writes its row, it has the next one brought to the places that become free, and while it sums up
-// that one, the other team writes, so that memory need not wait for it. The teams take turns at
-// writing, since nothing else would keep them from falling into step.
+// 98 KB, so that a multiprocessor of an H200 keeps two of them in shared memory, one for each of two
+// blocks, and reads nothing twice. A block goes from row to row: while it writes one, it has the next
+// one brought to the places that become free, so that memory is busy while it sums up. 93 % of an
+// H200's copy bandwidth at 65536 rows.
 //
 // Arithmetic is the next bound. An element costs two exponentials, of which the special function
 // units of a multiprocessor do 16 a clock, and 15 instructions with these, of which 128 a clock are
 // issued: at 1.5 GHz 4.2 us and 3.9 us for a row of 50257, where an H200's memory needs 6.3 us.
+// (Two blocks joined into one, whose halves take turns at writing, came to 91 %.)
 //
-// Where only one row fits, a block has one team. Rows of which four and more fit, unaligned ones,
-// ones that do not fit (they are read again, from the L2 cache when that has room), and the loss
-// alone have a block for each row. A row's bits are the same in all these ways.
+// Rows of which four and more fit, unaligned ones, ones that do not fit (they are read again, from the
+// L2 cache when that has room), and the loss alone have a block for each row. A row's bits are the
+// same in all these ways.
 #pragma once
 
 #include <algorithm>
@@ -35,10 +35,10 @@ constexpr int kClassifierWarps = kClassifierThreads / kWarpSize;
 constexpr int kClassifierBatch = 4;  // vectors that a thread has in flight
 // Where a multiprocessor has room for so many rows, their blocks keep memory busy by themselves.
 constexpr int kManyRows = 4;
-// Blocks of teams come in up to kMostRounds rounds, of no less than kRowsOfTeam rows a team: one
-// round alone would take twice as long where another kernel holds some of the multiprocessors.
+// Blocks that go from row to row come in up to kMostRounds rounds, of no less than kRowsOfBlock rows a
+// block: one round alone would take twice as long where another kernel holds some multiprocessors.
 constexpr int kMostRounds = 8;
-constexpr int kRowsOfTeam = 16;
+constexpr int kRowsOfBlock = 16;
 constexpr int kMeanLossThreads = 1024;
 
 // A thread's share of the sum over i of exp(x[i] - largest).
@@ -220,77 +220,26 @@ __global__ void __launch_bounds__(kClassifierThreads) fused_classifier_kernel(Cl
     }
 }
 
-// ---- teams that go from row to row ----
+// ---- blocks that go from row to row ----
 
-// Team 0's barriers; the numbers after them are team 1's, 0 is the whole block's. They are constants
-// in the code, so that a block does not claim all the barriers that there are.
-constexpr int kTeamBarrier = 1;
-constexpr int kTurnBarrier = 3;
-
-template <int kBarrier, int kThreads>
-__device__ inline void named_barrier() {
-    __syncwarp();
-    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-template <int kBarrier, int kThreads>
-__device__ inline void arrive_at_barrier() {
-    __syncwarp();
-    asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-
-// 512 threads of a block, which pass no barrier but their own and the turns.
-template <int kTeams>
-struct Team {
-    int index;   // in the block
-    int thread;  // in the team
-
-    __device__ void sync() const {
-        if (kTeams == 1 || index == 0) {
-            named_barrier<kTeamBarrier, kClassifierThreads>();
-        } else {
-            named_barrier<kTeamBarrier + 1, kClassifierThreads>();
-        }
-    }
-    // Returns when the other team has passed the turn.
-    __device__ void take_turn() const {
-        if (kTeams == 1) return;
-        if (index == 0) {
-            named_barrier<kTurnBarrier, 2 * kClassifierThreads>();
-        } else {
-            named_barrier<kTurnBarrier + 1, 2 * kClassifierThreads>();
-        }
-    }
-    // Each turn that is passed must be taken, before it is passed again.
-    __device__ void pass_turn() const {
-        if (kTeams == 1) return;
-        if (index == 0) {
-            arrive_at_barrier<kTurnBarrier + 1, 2 * kClassifierThreads>();
-        } else {
-            arrive_at_barrier<kTurnBarrier, 2 * kClassifierThreads>();
-        }
-    }
-};
-
-// As block_max and block_sum, of cuda_utils.cuh, with the team's barrier.
-struct TeamReduction {
+// As block_max and block_sum, of cuda_utils.cuh, with one barrier each: both arrays are written again
+// only after the other one's barrier.
+struct RowReduction {
     double sums[kClassifierWarps];
     float maxima[kClassifierWarps];
 };
-template <int kTeams>
-__device__ inline float max_of_team(float value, TeamReduction& shared, const Team<kTeams>& team) {
+__device__ inline float max_of_row(float value, RowReduction& shared) {
     value = warp_max(value);
-    if (team.thread % kWarpSize == 0) shared.maxima[team.thread / kWarpSize] = value;
-    team.sync();
+    if (threadIdx.x % kWarpSize == 0) shared.maxima[threadIdx.x / kWarpSize] = value;
+    __syncthreads();
 #pragma unroll
     for (int w = 0; w < kClassifierWarps; ++w) value = fmaxf(value, shared.maxima[w]);
     return value;
 }
-template <int kTeams>
-__device__ inline double sum_of_team(double value, TeamReduction& shared,
-                                     const Team<kTeams>& team) {
+__device__ inline double total_of_row(double value, RowReduction& shared) {
     value = warp_sum(value);
-    if (team.thread % kWarpSize == 0) shared.sums[team.thread / kWarpSize] = value;
-    team.sync();
+    if (threadIdx.x % kWarpSize == 0) shared.sums[threadIdx.x / kWarpSize] = value;
+    __syncthreads();
     value = shared.sums[0];
 #pragma unroll
     for (int w = 1; w < kClassifierWarps; ++w) value += shared.sums[w];
@@ -420,27 +369,27 @@ __device__ inline void write_and_fetch(T* row, const T* next, Packed128<T>* cach
     }
 }
 
-// What a team knows of its row before it writes.
+// What a block knows of its row before it writes.
 struct RowSum {
     float largest;
     float of_target;  // the target's logit
     double total;     // of exp(x[i] - largest)
 };
 
-// For the row on its way to `cache`; all threads of the team have read the whole row at the end.
-template <class T, int kTeams>
+// For the row on its way to `cache`; all threads of the block have read the whole row at the end.
+template <class T>
 __device__ inline RowSum reduce_row(const Packed128<T>* cache, int V, int target,
-                                    const Team<kTeams>& team, TeamReduction& shared) {
-    const ExpSum mine = sum_of_fetched_row(cache, V, team.thread);
+                                    RowReduction& shared) {
+    const ExpSum mine = sum_of_fetched_row(cache, V, threadIdx.x);
     RowSum sum;
-    sum.largest = max_of_team(mine.largest, shared, team);
+    sum.largest = max_of_row(mine.largest, shared);
     // Another thread's group: the barrier before says that it is there, and the one after that
     // nobody has the next row brought to its place yet.
     sum.of_target = widen(reinterpret_cast<const T*>(cache)[target]);
     sum.total =
-        sum_of_team(static_cast<double>(mine.sum) *
-                        static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest)),
-                    shared, team);
+        total_of_row(static_cast<double>(mine.sum) *
+                         static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest)),
+                     shared);
     return sum;
 }
 
@@ -462,47 +411,38 @@ __device__ inline void differentiate_row(const Classifier<T>& p, T* row, const T
     }
 }
 
-// Team t of block b takes rows b + (kTeams i + t) gridDim.x for i = 0, 1, ...
-template <class T, int kTeams>
-__global__ void __launch_bounds__(kTeams* kClassifierThreads)
+// Block b takes rows b, b + gridDim.x, ...
+template <class T>
+__global__ void __launch_bounds__(kClassifierThreads)
     classify_rows_kernel(Classifier<T> p, int rows) {
-    static_assert(kTeams == 1 || kTeams == 2, "two teams take turns");
     extern __shared__ uint4 row_cache[];
-    __shared__ TeamReduction reductions[kTeams];
+    __shared__ RowReduction reduction;
     const int thread = threadIdx.x;
-    const Team<kTeams> team = {thread / kClassifierThreads, thread % kClassifierThreads};
     const int groups = ceil_div(p.V, Packed128<T>::kSize);
-    Packed128<T>* cache = reinterpret_cast<Packed128<T>*>(row_cache) + team.index * groups;
-    const size_t end = rows, stride = size_t{kTeams} * gridDim.x;
+    Packed128<T>* cache = reinterpret_cast<Packed128<T>*>(row_cache);
+    const size_t end = rows, stride = gridDim.x;
     const auto target_of = [&](size_t row) { return row < end ? p.targets[row] : -1; };
 
-    size_t row = blockIdx.x + static_cast<size_t>(team.index) * gridDim.x;
-    int target = target_of(row);
-    if (target >= 0) fetch_row(cache, p.logits + row * p.Vp, groups, team.thread);
-    if (team.index == 1) team.pass_turn();
-    // Team 0 always has a row in this loop; team 1 may have none the last time, and takes its turn.
-    for (size_t of_block = blockIdx.x; of_block < end; of_block += stride) {
+    int target = target_of(blockIdx.x);
+    if (target >= 0) fetch_row(cache, p.logits + size_t{blockIdx.x} * p.Vp, groups, thread);
+    for (size_t row = blockIdx.x; row < end; row += stride) {
         const int next_target = target_of(row + stride);
-        RowSum sum = {};
-        if (target >= 0) sum = reduce_row(cache, p.V, target, team, reductions[team.index]);
-        team.take_turn();
         T* x = p.logits + row * p.Vp;
         const T* next = next_target >= 0 ? x + stride * p.Vp : nullptr;
+        RowSum sum = {};
         if (target >= 0) {
-            differentiate_row(p, x, next, cache, target, sum, team.thread);
+            sum = reduce_row(cache, p.V, target, reduction);
+            differentiate_row(p, x, next, cache, target, sum, thread);
         } else {
-            if (next) fetch_row(cache, next, groups, team.thread);
-            if (row < end) zero_columns<T, true>(x, 0, p.Vp, team.thread);
+            if (next) fetch_row(cache, next, groups, thread);
+            zero_columns<T, true>(x, 0, p.Vp, thread);
         }
-        const bool last = of_block + stride >= end;
-        if (!(last && team.index == 1)) team.pass_turn();
         // By the last warp, which has fewer groups than the first.
-        if (team.thread == kClassifierThreads - 1 && row < end) {
+        if (thread == kClassifierThreads - 1) {
             const double distance =
                 static_cast<double>(sum.largest) - static_cast<double>(sum.of_target);
             p.losses[row] = target >= 0 ? static_cast<float>(log(sum.total) + distance) : 0.0f;
         }
-        row += stride;
         target = next_target;
     }
 }
@@ -546,19 +486,19 @@ inline int rows_in_shared_memory(size_t row_bytes) {
     return static_cast<int>((most - kOtherBytes) / row_bytes);
 }
 
-// For aligned rows, of which kTeams fit in shared memory.
-template <class T, int kTeams>
+// For aligned rows, of which one fits in shared memory.
+template <class T>
 void launch_classify_rows(const Classifier<T>& p, int rows, cudaStream_t stream) {
-    constexpr int kThreads = kTeams * kClassifierThreads;
-    const auto kernel = classify_rows_kernel<T, kTeams>;
-    const size_t bytes = kTeams * cached_row_bytes<T>(p.V);
+    const auto kernel = classify_rows_kernel<T>;
+    const size_t bytes = cached_row_bytes<T>(p.V);
     allow_shared_memory(kernel, bytes);
     int blocks = 0;  // that a multiprocessor has room for
-    cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, bytes));
+    cuda_check(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kClassifierThreads, bytes));
     const int at_once = std::max(blocks, 1) * device_attribute(cudaDevAttrMultiProcessorCount);
-    const int rounds = rows / (kTeams * kRowsOfTeam) / at_once;
+    const int rounds = rows / kRowsOfBlock / at_once;
     const int most = at_once * std::min(std::max(rounds, 1), kMostRounds);
-    kernel<<<std::min(ceil_div(rows, kTeams), most), kThreads, bytes, stream>>>(p, rows);
+    kernel<<<std::min(rows, most), kClassifierThreads, bytes, stream>>>(p, rows);
     launch_check();
 }
 
@@ -581,10 +521,8 @@ inline void fused_classifier(floatX* logits, float* losses, const int* targets, 
     const int cached = write_dlogits ? rows_in_shared_memory(row_bytes) : 0;
     if (vector && cached >= kManyRows) {
         launch_fused_classifier<floatX, true, true>(p, rows, row_bytes, stream);
-    } else if (vector && cached >= 2) {
-        launch_classify_rows<floatX, 2>(p, rows, stream);
-    } else if (vector && cached == 1) {
-        launch_classify_rows<floatX, 1>(p, rows, stream);
+    } else if (vector && cached >= 1) {
+        launch_classify_rows<floatX>(p, rows, stream);
     } else if (vector) {
         launch_fused_classifier<floatX, true, false>(p, rows, 0, stream);
     } else if (cached >= 1) {

@@ -178,18 +178,16 @@ TEST(GpuFusedClassifier, LongRowsKeepTheLossAccurate) {
     EXPECT_NEAR(got.losses[0] / exact.losses[0], 1.0, 3e-7);
 }
 
-// ---- one row's bits, whichever block or team has it, with whichever rows before and after ----
+// ---- one row's bits, whichever block has it, with whichever rows before and after ----
 
 // The ways to the gradient of aligned rows.
-enum class Way { kBlockForEachRow, kOneTeam, kTwoTeams, kLauncher };
+enum class Way { kBlockForEachRow, kRowToRow, kLauncher };
 const char* name_of(Way way) {
     switch (way) {
         case Way::kBlockForEachRow:
             return "a block for each row";
-        case Way::kOneTeam:
-            return "one team";
-        case Way::kTwoTeams:
-            return "two teams";
+        case Way::kRowToRow:
+            return "blocks from row to row";
         default:
             return "launcher";
     }
@@ -198,8 +196,7 @@ std::vector<Way> ways_for(int V) {
     std::vector<Way> ways = {Way::kLauncher};
     const int fit = rows_in_shared_memory(cached_row_bytes<floatX>(V));
     if (fit >= 1) ways.push_back(Way::kBlockForEachRow);
-    if (fit >= 1) ways.push_back(Way::kOneTeam);
-    if (fit >= 2) ways.push_back(Way::kTwoTeams);
+    if (fit >= 1) ways.push_back(Way::kRowToRow);
     return ways;
 }
 void run(Way way, floatX* logits, float* losses, const int* targets, float dloss, Shape s) {
@@ -209,11 +206,8 @@ void run(Way way, floatX* logits, float* losses, const int* targets, float dloss
             launch_fused_classifier<floatX, true, true>(p, s.rows, cached_row_bytes<floatX>(s.V),
                                                         nullptr);
             break;
-        case Way::kOneTeam:
-            launch_classify_rows<floatX, 1>(p, s.rows, nullptr);
-            break;
-        case Way::kTwoTeams:
-            launch_classify_rows<floatX, 2>(p, s.rows, nullptr);
+        case Way::kRowToRow:
+            launch_classify_rows<floatX>(p, s.rows, nullptr);
             break;
         default:
             fused_classifier(logits, losses, targets, dloss, s.rows, s.V, s.Vp, true, nullptr);
@@ -287,7 +281,7 @@ TEST(GpuFusedClassifier, RowsHaveTheSameBitsInBatchesOfAnySize) {
     const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
     for (const Shape s : {Shape{1, 1600, 1600}, Shape{1, 4100, 4104}, Shape{1, 16381, 16384}}) {
         const FewRows few(s.V, s.Vp);
-        // Fewer rows than teams, one row more or less than teams or blocks, several rows for each;
+        // Fewer rows than blocks, one row more or less, several rows for each;
         // of short rows also so many that blocks come in several rounds.
         for (const int rows :
              {1, 2, 3, processors - 1, processors, processors + 1, 2 * processors - 1,
@@ -318,7 +312,7 @@ TEST(GpuFusedClassifier, RowsWithoutTargetsAnywhereLeaveTheOthersAlone) {
     std::vector<bool> first_half(rows), second_half(rows);
     for (int row = 0; row < rows; ++row) {
         ends[row] = row == 0 || row == rows - 1;
-        // A team's rows are one or two times the number of multiprocessors apart, or more.
+        // A block's rows are one or two times the number of multiprocessors apart, or more.
         alternate[row] = row / processors % 4 >= 2;
         some[row] = random_bits32(9, RandomPurpose::kTest, 1, row) % 3 == 0;
         first_half[row] = row < rows / 2;
@@ -337,7 +331,7 @@ TEST(GpuFusedClassifier, RowsWithoutTargetsAnywhereLeaveTheOthersAlone) {
     }
 }
 
-// What a row with a NaN leaves in shared memory must not reach the team's next ones.
+// What a row with a NaN leaves in shared memory must not reach the block's next ones.
 TEST(GpuFusedClassifier, NaNStaysInItsRow) {
     const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
     const FewRows few(4100, 4104);
