@@ -216,7 +216,7 @@ inline void gpt2_plan_exchange([[maybe_unused]] GPT2* model,
     plan_exchange_buffers(&exchange, lists, multi_gpu.num_processes);
     model->memory.add("gradients", "pieces of other ranks", &exchange.received,
                       2 * exchange.half_elements);
-    model->memory.add("gradients", "small pieces to send", &exchange.staging,
+    model->memory.add("gradients", "pieces to send", &exchange.staging,
                       2 * exchange.staging_half_elements);
 #endif
 }

@@ -11,9 +11,9 @@
 // are added on a stream of their own, the next round's are on their way. What comes after the first
 // exchange (the second level, the gathering) is queued behind the next list's first exchange, so that
 // the wire does not wait for additions. A message costs a few microseconds however short it is, and
-// those to one rank go one after the other: the shards of a list's small tensors (biases, LayerNorm)
-// therefore travel together, copied into one place for each rank. An exchange costs some 15 us beside
-// its bytes, so that short lists wait for the next one and go with it.
+// those to one rank go one after the other: the shards of a list's tensors therefore travel together,
+// copied into one place for each rank. An exchange costs some 15 us beside its bytes, so that short
+// lists wait for the next one and go with it.
 #pragma once
 
 #ifdef MULTI_GPU
@@ -103,7 +103,7 @@ struct GradientExchange {
     // 128 MiB of bf16. A round costs some 40 us of the wire on an H200, so that few large ones are best:
     // even the embeddings of 1558M then take one.
     static constexpr size_t kRoundElements = size_t{64} << 20;
-    static constexpr size_t kPackRatio = 16;
+    static constexpr size_t kPackRatio = 1;
     static constexpr size_t kListElements = size_t{12} << 20;  // 24 MiB of bf16
     static constexpr size_t kLeastLists = 8;
     static constexpr size_t kAlign = ParamLayout::kAlignElements;
