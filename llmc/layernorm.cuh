@@ -15,6 +15,7 @@
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/dependent_launch.cuh"
+#include "llmc/mma.cuh"
 #include "llmc/nvtx_range.cuh"
 
 namespace llmc {
@@ -272,18 +273,44 @@ __device__ inline void store_partial(float* partial, const float (&dweight)[kGro
     }
 }
 
-// 512 for blocks that are smaller holds them to 128 registers a thread.
-constexpr int layernorm_launch_bound(int columns, bool warp_row, bool vector) {
-    if (warp_row) return kLayernormThreads;
-    return vector && columns == 8 ? 512 : kLayernormMaxBlock;
+// The two passes over a group of a row, x of inp and d of dout: with n = (inp - mean) * rstd and
+// g = weight * dout, dinp = (g - average(g) - n * average(g * n)) * rstd. Spelt in single operations,
+// so that all kernels round alike.
+//
+// The first adds g and g * n to sums[0] and sums[1].
+template <int kWidth>
+__device__ inline void add_group(float (&dweight)[kWidth], float (&dbias)[kWidth], float* sums,
+                                 const float (&x)[kWidth], const float (&d)[kWidth],
+                                 const float (&w)[kWidth], float mean, float rstd) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+        const float n = __fmul_rn(__fsub_rn(x[k], mean), rstd);
+        const float gradient = __fmul_rn(w[k], d[k]);
+        dweight[k] = __fmaf_rn(d[k], n, dweight[k]);
+        dbias[k] = __fadd_rn(dbias[k], d[k]);
+        sums[0] = __fadd_rn(sums[0], gradient);
+        sums[1] = __fmaf_rn(gradient, n, sums[1]);
+    }
+}
+// The second turns x into dinp; sums are the row's.
+template <int kWidth>
+__device__ inline void group_dinp(float (&x)[kWidth], const float (&d)[kWidth],
+                                  const float (&w)[kWidth], const float* sums, float per_channel,
+                                  float mean, float rstd) {
+    const float mean_g = __fmul_rn(sums[0], per_channel);
+    const float mean_gn = __fmul_rn(sums[1], per_channel);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+        const float n = __fmul_rn(__fsub_rn(x[k], mean), rstd);
+        const float centred = __fmaf_rn(w[k], d[k], -mean_g);
+        x[k] = __fmul_rn(__fmaf_rn(-n, mean_gn, centred), rstd);
+    }
 }
 
-// With n = (inp - mean) * rstd and g = weight * dout:
-// dinp = (g - average(g) - n * average(g * n)) * rstd, and its sum is of what is stored. A team takes kRows rows at a time, so that
-// there are loads enough in flight and a barrier serves several rows. Spelt in single operations,
-// so that both versions of kVector round alike.
+// A team takes kRows rows at a time, so that there are loads enough in flight and a barrier serves
+// several rows. The sum of dinp is of what is stored.
 template <class T, int kColumns, bool kWarpRow, int kRows, bool kVector>
-__global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVector),
+__global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBlock,
                                   kVector&& kWarpRow && sizeof(T) == 2 ? 2 : 1)
     layernorm_backward_kernel(LayernormBackward<T> p) {
     using Tile = RowTile<T, kColumns>;
@@ -333,15 +360,7 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
                 float x[kWidth], d[kWidth];
                 unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
                 unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
-#pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    const float n = __fmul_rn(__fsub_rn(x[k], mean[r]), rstd[r]);
-                    const float gradient = __fmul_rn(w[k], d[k]);
-                    dweight[g][k] = __fmaf_rn(d[k], n, dweight[g][k]);
-                    dbias[g][k] = __fadd_rn(dbias[g][k], d[k]);
-                    sums[2 * r] = __fadd_rn(sums[2 * r], gradient);
-                    sums[2 * r + 1] = __fmaf_rn(gradient, n, sums[2 * r + 1]);
-                }
+                add_group(dweight[g], dbias[g], &sums[2 * r], x, d, w, mean[r], rstd[r]);
                 if constexpr (kKeep) {
                     unpack_again(inp[r].group[g]);
                     unpack_again(dout[r].group[g]);
@@ -358,17 +377,10 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
             for (int r = 0; r < kRows; ++r) {
                 const int count = row + r < rows ? p.C - column : 0;
                 const size_t first = size_t{row + r} * p.C + column;
-                const float mean_g = __fmul_rn(sums[2 * r], p.per_channel);
-                const float mean_gn = __fmul_rn(sums[2 * r + 1], p.per_channel);
                 float x[kWidth], d[kWidth];
                 unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
                 unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
-#pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    const float n = __fmul_rn(__fsub_rn(x[k], mean[r]), rstd[r]);
-                    const float centred = __fmaf_rn(w[k], d[k], -mean_g);
-                    x[k] = __fmul_rn(__fmaf_rn(-n, mean_gn, centred), rstd[r]);
-                }
+                group_dinp(x, d, w, &sums[2 * r], p.per_channel, mean[r], rstd[r]);
                 if (p.add_to_dinp) {
                     unpack(d,
                            kKeep ? dinp[r].group[g] : load_group(p.dinp + first, count, kVector));
@@ -384,6 +396,165 @@ __global__ void __launch_bounds__(layernorm_launch_bound(kColumns, kWarpRow, kVe
     }
     store_partial<kColumns, kVector>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,
                                      dinp_sum, shared_sums, p.C, thread, team);
+}
+
+// Ends a batch of this thread's copies into shared memory, which may be empty.
+__device__ inline void end_layernorm_batch() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits for all of this thread's batches but the youngest.
+__device__ inline void wait_for_older_layernorm_batches() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+#endif
+}
+
+// What a thread of layernorm_backward_block_kernel will need of the block's next rows: its groups of
+// inp, dout and dinp come to places in shared memory that no other thread reads, hence need no
+// barrier. Those of a warp's lanes lie side by side.
+template <class T, int kGroups, int kRows>
+class NextRows {
+  public:
+    enum Array { kInp, kDout, kDinp, kArrays };
+    static constexpr int kPlaces = kArrays * kRows * kGroups;  // of a thread
+
+    __device__ NextRows(uint4* memory, const LayernormBackward<T>& p)
+        : p(p),
+          place(memory + threadIdx.x / kWarpSize * kPlaces * kWarpSize + threadIdx.x % kWarpSize) {}
+
+    // Has group g of row + r brought; zeros if there is none.
+    __device__ void fetch(Array array, const T* from, unsigned row, int r, int g) const {
+        const int column = (g * blockDim.x + threadIdx.x) * Packed128<T>::kSize;
+        const bool exists = row + r < static_cast<unsigned>(p.rows) && column < p.C;
+        device::copy_async<16>(at(array, r, g), from + size_t{row + r} * p.C + column, exists);
+    }
+    // The same for all groups of kRows rows, row being the first.
+    __device__ void fetch_rows(Array array, const T* from, unsigned row) const {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) fetch(array, from, row, r, g);
+        }
+    }
+    // Lane r of a warp gets the mean of row + r, lane kRows + r its rstd.
+    __device__ float load_statistic(unsigned row) const {
+        const int lane = threadIdx.x % kWarpSize;
+        const unsigned mine = row + lane % kRows;
+        if (lane >= 2 * kRows || mine >= static_cast<unsigned>(p.rows)) return 0.0f;
+        return (lane < kRows ? p.mean : p.rstd)[mine];
+    }
+    __device__ Packed128<T> get(Array array, int r, int g) const {
+        return {*at(array, r, g)};
+    }
+
+  private:
+    __device__ uint4* at(Array array, int r, int g) const {
+        return place + ((array * kRows + r) * kGroups + g) * kWarpSize;
+    }
+    const LayernormBackward<T>& p;
+    uint4* place;
+};
+
+// As layernorm_backward_kernel where a block has a row, for aligned rows, with the same bits. What a
+// thread takes out of shared memory it replaces at once by the next rows', so that loads are on
+// their way at all times, also while the block reduces, computes and stores. The next rows of dinp
+// are read before the present ones are written, which is safe: no element of dinp is touched by two
+// threads or in two rounds. 512 holds the threads to 128 registers.
+template <class T, int kColumns, int kRows, bool kAdd>
+__global__ void __launch_bounds__(512) layernorm_backward_block_kernel(LayernormBackward<T> p) {
+    using Tile = RowTile<T, kColumns>;
+    constexpr int kWidth = Tile::kWidth, kGroups = Tile::kGroups;
+    using Next = NextRows<T, kGroups, kRows>;
+    extern __shared__ uint4 next_rows[];
+    __shared__ __align__(16) float shared[2][2 * kRows * kLayernormMaxBlock / kWarpSize];
+    const int team = blockDim.x, thread = threadIdx.x;
+    const unsigned step = kRows * gridDim.x, rows = p.rows;
+
+    Packed128<T> weight[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+        const int column = (g * team + thread) * kWidth;
+        weight[g] = load_group(p.weight + column, p.C - column, true);
+    }
+    float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {};
+    ColumnSums<kGroups, kWidth, false> dinp_sum(nullptr);
+    const Next next(next_rows, p);
+    unsigned row = kRows * blockIdx.x;
+    next.fetch_rows(Next::kInp, p.inp, row);
+    next.fetch_rows(Next::kDout, p.dout, row);
+    end_layernorm_batch();
+    if constexpr (kAdd) next.fetch_rows(Next::kDinp, p.dinp, row);
+    end_layernorm_batch();
+    float statistic = next.load_statistic(row);
+    for (int turn = 0; row < rows; row += step, turn ^= 1) {
+        Tile inp[kRows], dout[kRows];
+        float mean[kRows], rstd[kRows], sums[2 * kRows] = {};
+        wait_for_older_layernorm_batches();  // inp and dout are there
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            mean[r] = __shfl_sync(0xffffffffu, statistic, r);
+            rstd[r] = __shfl_sync(0xffffffffu, statistic, kRows + r);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                inp[r].group[g] = next.get(Next::kInp, r, g);
+                dout[r].group[g] = next.get(Next::kDout, r, g);
+            }
+        }
+        next.fetch_rows(Next::kInp, p.inp, row + step);
+        next.fetch_rows(Next::kDout, p.dout, row + step);
+        end_layernorm_batch();
+        statistic = next.load_statistic(row + step);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            float w[kWidth];
+            unpack(w, weight[g]);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float x[kWidth], d[kWidth];
+                unpack(x, inp[r].group[g]);
+                unpack(d, dout[r].group[g]);
+                add_group(dweight[g], dbias[g], &sums[2 * r], x, d, w, mean[r], rstd[r]);
+                unpack_again(inp[r].group[g]);
+                unpack_again(dout[r].group[g]);
+            }
+            unpack_again(weight[g]);
+        }
+        block_sum(sums, shared[turn]);
+        wait_for_older_layernorm_batches();  // dinp is there
+        // Addresses are worked out once more, since keeping them would cost registers.
+        asm volatile("" : "+r"(row));
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth;
+            float w[kWidth];
+            unpack(w, weight[g]);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float x[kWidth], d[kWidth];
+                unpack(x, inp[r].group[g]);
+                unpack(d, dout[r].group[g]);
+                group_dinp(x, d, w, &sums[2 * r], p.per_channel, mean[r], rstd[r]);
+                if constexpr (kAdd) {
+                    unpack(d, next.get(Next::kDinp, r, g));
+                    next.fetch(Next::kDinp, p.dinp, row + step, r, g);
+#pragma unroll
+                    for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
+                }
+                const Packed128<T> rounded = pack<T>(x);
+                const int count = row + r < rows ? p.C - column : 0;
+                store_group(p.dinp + size_t{row + r} * p.C + column, rounded, count, true);
+                unpack(x, rounded);
+                dinp_sum.add(g, x);
+            }
+            unpack_again(weight[g]);
+        }
+        end_layernorm_batch();
+    }
+    device::wait_for_copies();
+    store_partial<kColumns, true>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,
+                                  dinp_sum, nullptr, p.C, thread, team);
 }
 
 // The parts' sum: a block takes 16 columns, which are two sectors of memory, and cuts the parts into
@@ -496,12 +667,13 @@ inline void fused_residual_layernorm_forward(floatX* residual, floatX* out, floa
         {residual, out, mean, rstd, a, b, weight, bias, rows, C, vector}, stream);
 }
 
-// How many parts dweight, dbias and dinp_sum are summed in, for any GPU: 264 blocks are two for each of an
-// H200's multiprocessors, which is what fits there at 128 registers a thread.
+// How many parts dweight, dbias and dinp_sum are summed in, for any GPU: as many blocks as fit on an
+// H200's 132 multiprocessors at 128 registers a thread. That is two of 256 threads; where a block
+// has a row, four of 128, three of 160, two of up to 256.
 inline int layernorm_backward_parts(int rows, int C) {
     if (C <= 24 * kWarpSize) return std::min(264, ceil_div(rows, kLayernormWarps));
-    const bool narrow = C <= 1024;  // a block of 128 threads
-    return std::min(narrow ? 528 : 264, ceil_div(rows, C <= 8 * kLayernormMaxBlock ? 4 : 1));
+    const int most = C <= 8 * 128 ? 528 : C <= 8 * 160 ? 396 : 264;
+    return std::min(most, ceil_div(rows, C <= 8 * kLayernormMaxBlock ? 4 : 1));
 }
 
 // Bytes of scratch for layernorm_backward.
@@ -510,16 +682,32 @@ inline size_t layernorm_backward_scratch_bytes(int rows, int C) {
     return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 3 * C * sizeof(float);
 }
 
+// For aligned rows of up to kColumns * kLayernormMaxBlock columns.
+template <class T, int kColumns, int kRows>
+void launch_layernorm_backward_block(const LayernormBackward<T>& p, int parts,
+                                     cudaStream_t stream) {
+    constexpr int kPlaces = NextRows<T, RowTile<T, kColumns>::kGroups, kRows>::kPlaces;
+    const auto kernel = p.add_to_dinp ? layernorm_backward_block_kernel<T, kColumns, kRows, true>
+                                      : layernorm_backward_block_kernel<T, kColumns, kRows, false>;
+    const int threads = layernorm_block(p.C, kColumns);
+    const size_t bytes = sizeof(uint4) * kPlaces * threads;
+    allow_shared_memory(kernel, bytes);
+    kernel<<<parts, threads, bytes, stream>>>(p);
+    launch_check();
+}
+
 template <class T, int kColumns, bool kWarpRow, int kRows>
 void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
     const int threads = kWarpRow ? kLayernormThreads : layernorm_block(p.C, kColumns);
-    if (p.vector) {
+    if constexpr (!kWarpRow && kColumns == 8) {
+        if (p.vector) return launch_layernorm_backward_block<T, kColumns, kRows>(p, parts, stream);
+    } else if (p.vector) {
         layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, true>
             <<<parts, threads, 0, stream>>>(p);
-    } else {
-        layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, false>
-            <<<parts, threads, 0, stream>>>(p);
+        return launch_check();
     }
+    layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, false>
+        <<<parts, threads, 0, stream>>>(p);
     launch_check();
 }
 

@@ -12,12 +12,13 @@ using namespace llmc::test;
 struct Shape {
     int rows, C;
 };
-// The CPU tests', d12's and d48's, the widest that each kernel takes and one more, more rows than
-// parts.
-const Shape kShapes[] = {{1, 2},     {3, 5},     {7, 36},    {4, 1600},  {1, 129},  {1100, 36},
-                         {33, 257},  {37, 768},  {5, 3072},  {3, 256},   {2, 264},  {9, 769},
-                         {2, 1024},  {5, 1032},  {3, 2048},  {3, 2056},  {2, 3073}, {3, 3080},
-                         {2, 12288}, {1, 12001}, {2200, 24}, {1101, 800}};
+// The CPU tests', d12's to d48's, the widest that each kernel takes and one more, more rows than
+// parts, and rows for three rounds of the blocks.
+const Shape kShapes[] = {{1, 2},     {3, 5},      {7, 36},    {4, 1600},   {1, 129},  {1100, 36},
+                         {33, 257},  {37, 768},   {5, 3072},  {3, 256},    {2, 264},  {9, 769},
+                         {2, 1024},  {5, 1032},   {3, 2048},  {3, 2056},   {2, 3073}, {3, 3080},
+                         {2, 12288}, {1, 12001},  {2200, 24}, {1101, 800}, {1, 776},  {5, 1024},
+                         {3, 1280},  {2135, 1600}};
 
 struct Inputs {
     explicit Inputs(Shape s, double mean_of_inp = 0.3)
@@ -131,7 +132,7 @@ struct Backward {
     Backward(Shape s, const Inputs& in, const std::vector<float>& mean,
              const std::vector<float>& rstd, bool add_to_dinp, bool accumulate, size_t offset = 0,
              bool with_sum = true)
-        : dinp(old_dinp(s)),
+        : dinp(add_to_dinp ? old_dinp(s) : std::vector<floatX>()),
           dweight(old_gradient(s, 6)),
           dbias(old_gradient(s, 7)),
           dinp_sum(old_gradient(s, 8)) {
@@ -279,6 +280,33 @@ TEST(GpuLayernorm, BackwardGivesTheSameBitsAgainAndWhenNotAligned) {
     }
 }
 
+// Aligned rows come to shared memory ahead of time, others do not; neither the number of rounds nor
+// what is missing in the last may show.
+TEST(GpuLayernorm, RowsFetchedAheadGiveTheBitsOfRowsThatAreNot) {
+    for (const int C : {776, 1024, 1280, 1600, 2048, 3072}) {
+        const int many = 5 * layernorm_backward_parts(1 << 20, C) + 3;
+        for (const int rows : {1, 3, 5, many}) {
+            const Shape s{rows, C};
+            const Inputs in(s);
+            const Forward forward(s, in);
+            for (const bool add : {false, true}) {
+                for (const bool accumulate : {false, true}) {
+                    if (rows == many && add != accumulate) continue;
+                    SCOPED_TRACE(format("%d x %d, %d %d", rows, C, add, accumulate));
+                    const auto run = [&](size_t offset, bool with_sum) {
+                        return Backward(s, in, forward.mean, forward.rstd, add, accumulate, offset,
+                                        with_sum);
+                    };
+                    const Backward first = run(0, true);
+                    EXPECT_TRUE(run(0, true) == first) << "another run";
+                    EXPECT_TRUE(run(1, true) == first) << "not aligned";
+                    EXPECT_TRUE(run(0, false).same_but_for_sum(first)) << "without the sum";
+                }
+            }
+        }
+    }
+}
+
 // A sum over rows in one fp32 lane is off by 1e-4 here.
 TEST(GpuLayernorm, ManyRowsKeepDbiasAccurate) {
     const Shape s{200000, 4};
@@ -343,6 +371,7 @@ void report(const char* size, Shape s) {
 TEST(GpuLayernorm, Bandwidth) {
     report("d12 B 64", {65536, 768});
     report("d24 B 32", {32768, 1024});
+    report("d36 B 16", {16384, 1280});
     report("d48 B 16", {16384, 1600});
     report("d12 B 4", {4096, 768});
     report("d48 B 4", {4096, 1600});
