@@ -3,13 +3,13 @@
 // Bound by memory: in bf16 2 bytes an element read and 2 written. A row of 50257 bf16 logits is
 // 98 KB, so that a multiprocessor of an H200 keeps two of them in shared memory, one for each of two
 // blocks, and reads nothing twice. A block goes from row to row: while it writes one, it has the next
-// one brought to the places that become free, so that memory is busy while it sums up. 93 % of an
-// H200's copy bandwidth at 65536 rows.
+// one brought to the places that become free, so that memory is busy while it sums up. 91 to 93 % of
+// an H200's copy bandwidth at 65536 rows.
 //
 // Arithmetic is the next bound. An element costs two exponentials, of which the special function
 // units of a multiprocessor do 16 a clock, and 15 instructions with these, of which 128 a clock are
 // issued: at 1.5 GHz 4.2 us and 3.9 us for a row of 50257, where an H200's memory needs 6.3 us.
-// (Two blocks joined into one, whose halves take turns at writing, came to 91 %.)
+// (Two blocks joined into one, whose halves take turns at writing, were no faster.)
 //
 // Rows of which four and more fit, unaligned ones, ones that do not fit (they are read again, from the
 // L2 cache when that has room), and the loss alone have a block for each row. A row's bits are the
