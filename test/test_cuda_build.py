@@ -51,12 +51,14 @@ def test_cudnn_is_used_where_it_and_its_front_end_are_found(
     toolkit: list[str], tmp_path: Path
 ) -> None:
     with_cudnn = compile_line(toolkit)
-    assert "-DLLMC_CUDNN" in with_cudnn and "cudnn_att.o" in with_cudnn
-    assert f"-rpath,{tmp_path}/lib" in with_cudnn, "cuDNN is opened at run time"
-    assert "cuda-bf16-cudnn/train_gpt2cu" in with_cudnn
-    for without in (["USE_CUDNN=0"], ["PRECISION=FP32"]):
-        line = compile_line([*toolkit, *without])
-        assert "LLMC_CUDNN" not in line and "cudnn_att.o" not in line, without
+    assert "-DLLMC_CUDNN" in with_cudnn
+    link = compile_line(toolkit, "-o build/cuda-bf16-cudnn/train_gpt2cu")
+    assert "train_gpt2.o" in link and "cudnn_att.o" in link
+    assert f"-rpath,{tmp_path}/lib" in link, "cuDNN is opened at run time"
+    for without, folder in ((["USE_CUDNN=0"], "cuda-bf16"), (["PRECISION=FP32"], "cuda-fp32")):
+        assert "LLMC_CUDNN" not in compile_line([*toolkit, *without]), without
+        link = compile_line([*toolkit, *without], f"-o build/{folder}/train_gpt2cu")
+        assert "cudnn_att.o" not in link, without
     (tmp_path / "include" / "cudnn_frontend.h").unlink()
     assert "LLMC_CUDNN" not in compile_line(toolkit)
 

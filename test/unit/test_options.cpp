@@ -92,6 +92,7 @@ TEST(FlagTable, HasExactlyTheFlagsDefaultsAndRangesOfTheManual) {
         {"-w", {"1", "0 or 1"}},
         {"-ge", {"-1", "from -1 to 2"}},
         {"-r", {"1", "from 0 to 2"}},
+        {"-cg", {"1", "0 or 1"}},
         {"-z", {"0", "from 0 to 3"}},
         {"-rw", {"8", "from 1 to 1024"}},
         {"-pi", {"mpi", "one of mpi, tcp, fs"}},

@@ -198,17 +198,32 @@ TEST(Exchange, RoomForOneRoundAndForOneAlignedPieceOfEachRank) {
     EXPECT_EQ(half_elements({{8}}, 8), 7u * 128u);
 }
 
-TEST(Exchange, SmallTensorsTravelTogether) {
+TEST(Exchange, TensorsTravelTogether) {
     using Flags = std::vector<bool>;
     EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 16), (Flags{true, false, true, false}));
     EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 0), (Flags{false, false, false, false}));
     EXPECT_EQ(packed_tensors({100, 1600, 99, 101}, 1), (Flags{true, true, true, true}));
     EXPECT_EQ(packed_tensors({100, 1600}, 16), (Flags{false, false})) << "one alone gains nothing";
 
+    for (const auto& [ratio, staged] : {std::pair{1, 1024 + 3 * 128}, {16, 3 * 128}, {0, 0}}) {
+        GradientExchange exchange;
+        exchange.pack_ratio = ratio;
+        plan_exchange_buffers(&exchange, {{4096, 128, 16}, {64, 4096, 8, 8}}, 4);
+        EXPECT_EQ(exchange.half_elements, 3u * (1024 + 3 * 128)) << ratio;
+        EXPECT_EQ(exchange.staging_half_elements, 3u * staged) << ratio;
+    }
+}
+
+TEST(Exchange, ShortListsWaitForTheNext) {
+    using Lists = std::vector<std::vector<size_t>>;
+    const Lists lists = {{2, 2}, {90, 10}, {60}, {40, 1}, {7, 3}};
+    EXPECT_EQ(merged_lists(lists, 0), lists);
+    EXPECT_EQ(merged_lists(lists, 100), (Lists{{2, 2, 90, 10}, {60, 40, 1}, {7, 3}}));
+    EXPECT_EQ(merged_lists(lists, 1000), (Lists{{2, 2, 90, 10, 60, 40, 1, 7, 3}}));
+    // However small a model, its reductions do not all wait for the end of the backward pass.
     GradientExchange exchange;
-    plan_exchange_buffers(&exchange, {{4096, 128, 16}, {64, 4096, 8, 8}}, 4);
-    EXPECT_EQ(exchange.half_elements, 3u * (1024 + 3 * 128));
-    EXPECT_EQ(exchange.staging_half_elements, 3u * 3 * 128);
+    plan_exchange_buffers(&exchange, lists, 2);
+    EXPECT_EQ(exchange.list_elements, 215u / GradientExchange::kLeastLists);
 }
 
 #endif  // MULTI_GPU
