@@ -39,6 +39,14 @@ def compile_line(arguments: list[str], source: str = "train_gpt2.cu") -> str:
     return line
 
 
+def link_line(arguments: list[str]) -> str:
+    """The line by which make would link the trainer."""
+    result = make(*arguments, "train_gpt2cu")
+    assert result.returncode == 0, result.stderr
+    (line,) = re.findall(r"^\S+/nvcc .* -o \S+/train_gpt2cu .*$", result.stdout, re.MULTILINE)
+    return line
+
+
 def refusal(arguments: list[str]) -> str:
     """The one line with which make stops."""
     result = make(*arguments, "train_gpt2cu")
