@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Callable
 
 import compare_torch
@@ -84,15 +83,6 @@ class Table:
         return all(row["met"] is not False for row in self.rows)
 
 
-def arguments_of(module: ModuleType, *words: str) -> argparse.Namespace:
-    """What another script of this folder makes of a command line."""
-    own, sys.argv = sys.argv, [module.__name__, *words]
-    try:
-        return module.parse_arguments()
-    finally:
-        sys.argv = own
-
-
 def forwarded(args: argparse.Namespace) -> list[str]:
     """Options that the other scripts take, too."""
     words = ["--trainer", args.trainer, "--data", args.data]
@@ -135,7 +125,7 @@ def text_of(command: list[str]) -> str:
 
 def measure_torch(args: argparse.Namespace, table: Table) -> dict:
     works = works_among(args, list(compare_torch.WORKS))
-    theirs = arguments_of(compare_torch, *forwarded(args), "--works", *works)
+    theirs = compare_torch.parse_arguments([*forwarded(args), "--works", *works])
     results = compare_torch.compare_speed(theirs, args.gpu)
     for work, result in results.items():
         peer = result["torch"].get(result["peer"])
@@ -147,7 +137,7 @@ def measure_torch(args: argparse.Namespace, table: Table) -> dict:
 def measure_scaling(args: argparse.Namespace, table: Table) -> dict:
     works = works_among(args, scaling.DEFAULT_WORKS)
     way = ["--way", args.way] if args.way else []
-    theirs = arguments_of(scaling, *forwarded(args), *way, "--works", *works)
+    theirs = scaling.parse_arguments([*forwarded(args), *way, "--works", *works])
     results = {work: scaling.measure_work(theirs, work) for work in works}
     scaling.print_table(results)
     for work, result in results.items():

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Sequence
 
 from random_tokens import write_random_tokens
 
@@ -251,7 +252,8 @@ def compare_losses(args: argparse.Namespace) -> dict:
     }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """`words` in place of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--losses", action="store_true", help="compare losses instead of speed")
@@ -264,7 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps left out of the median")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.steps <= args.warmup:
         parser.error("--steps must be more than --warmup")
     args.torch = find_torch()

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from compare_torch import ROOT, STEP_LINE, output_of
+from compare_torch import STEP_LINE, machine_record
 from random_tokens import write_random_tokens
 from ranks import JobError, run_job
 
@@ -486,17 +484,7 @@ def main() -> None:
     if args.data is None:
         args.data = "build/bench/random.bin"
         write_random_tokens(Path(args.data), TOKENS)
-    record = {
-        "date": time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime()),
-        "gpu": output_of("nvidia-smi", "--query-gpu=name,driver_version",
-                         "--format=csv,noheader").partition("\n")[0],
-        "cpu": output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1"),
-        "system": platform.platform(),
-        "commit": args.commit
-        or output_of("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
-        "trainer": output_of(args.trainer, "--version"),
-        "profile": measure(args),
-    }
+    record = {**machine_record(args), "profile": measure(args)}
     print(f"\n{record['gpu']}; {record['trainer']}\n\n{printed(record['profile'])}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

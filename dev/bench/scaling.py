@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Sequence
 
-from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, output_of
+from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, machine_record, save
 from random_tokens import write_random_tokens
 from ranks import Ended, count_gpus, run_job
 
@@ -142,7 +141,8 @@ def print_table(results: dict) -> None:
                   f"{f'{100 * cost:+.2f} %' if cost is not None else '':>8}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """`words` in place of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--works", nargs="+", choices=WORKS, default=DEFAULT_WORKS)
     parser.add_argument("--counts", nargs="+", type=int, choices=SIZES, help="numbers of GPUs")
@@ -158,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.counts is None:
         gpus = 2 if args.cpu else count_gpus()
         args.counts = [count for count in SIZES if count <= gpus]
@@ -173,32 +173,17 @@ def main() -> None:
     if args.data is None:
         args.data = "build/bench/random.bin"
         write_random_tokens(Path(args.data), TOKENS)
-    start = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime())
-    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    record = {**machine_record(args), "gpus": count_gpus()}
     results = {work: measure_work(args, work) for work in args.works}
     targets = find_targets(results)
-    record = {
-        "date": start,
-        "gpu": output_of(*query).splitlines()[0],
-        "gpus": count_gpus(),
-        "cpu": output_of("sh", "-c", "sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1"),
-        "system": platform.platform(),
-        "commit": args.commit
-        or output_of("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
-        "trainer": output_of(args.trainer, "--version"),
-        "scaling": results,
-        "targets": targets,
-    }
+    record.update(scaling=results, targets=targets)
     print_table(results)
     for target in targets:
         bound = f"at least {target['least']}" if "least" in target else f"at most {target['most']}"
         print(f"{'met' if target['met'] else 'NOT MET':8}{target['value']:.4f}, {bound}: "
               f"{target['what']}")
     if not args.cpu:
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / f"scaling-{start}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {path}")
+        save(args.out, "scaling", record)
     if args.strict and not all(target["met"] for target in targets):
         sys.exit(1)
 
