@@ -246,25 +246,18 @@ __device__ inline double total_of_row(double value, RowReduction& shared) {
     return value;
 }
 
-// A thread's copies come in batches: of kClassifierBatch groups, fewer at the row's end.
-__device__ inline void end_batch() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits for all of the calling thread's batches but the youngest `later`, at the least.
-__device__ inline void wait_for_batch(int later) {
-#if __CUDA_ARCH__ >= 800
+// A thread's copies come in batches: of kClassifierBatch groups, fewer at the row's end. Waits for all
+// but the youngest `later`, at the least.
+__device__ inline void wait_for_all_but(int later) {
     if (later == 0) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        device::wait_for_batches<0>();
     } else if (later == 1) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        device::wait_for_batches<1>();
     } else if (later == 2) {
-        asm volatile("cp.async.wait_group 2;" ::: "memory");
+        device::wait_for_batches<2>();
     } else {
-        asm volatile("cp.async.wait_group 3;" ::: "memory");
+        device::wait_for_batches<3>();
     }
-#endif
 }
 
 // Has this thread's groups of the row brought to `cache`.
@@ -279,7 +272,7 @@ __device__ inline void fetch_row(Packed128<T>* cache, const T* row, int groups, 
             const int i = begin + thread + j * kClassifierThreads;
             if (i < groups) device::copy_async<16>(cache + i, row + i * kWidth, true);
         }
-        end_batch();
+        device::end_batch();
     }
 }
 
@@ -292,7 +285,7 @@ __device__ inline ExpSum sum_of_fetched_row(const Packed128<T>* cache, int V, in
     int later = ceil_div(groups, kStride);
     ExpSum total;
     for (int begin = 0; begin < groups; begin += kStride) {
-        wait_for_batch(--later);
+        wait_for_all_but(--later);
         const int first = begin + thread;
         if (first + (kClassifierBatch - 1) * kClassifierThreads < whole) {
 #pragma unroll
@@ -365,7 +358,7 @@ __device__ inline void write_and_fetch(T* row, const T* next, Packed128<T>* cach
                 if (next) device::copy_async<16>(cache + i, next + i * kWidth, true);
             }
         }
-        end_batch();
+        device::end_batch();
     }
 }
 

@@ -400,19 +400,6 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBl
                                      dinp_sum, shared_sums, p.C, thread, team);
 }
 
-// Ends a batch of this thread's copies into shared memory, which may be empty.
-__device__ inline void end_layernorm_batch() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits for all of this thread's batches but the youngest.
-__device__ inline void wait_for_older_layernorm_batches() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-#endif
-}
-
 // What a thread of layernorm_backward_block_kernel will need of the block's next rows: its groups of
 // inp, dout and dinp come to places in shared memory that no other thread reads, hence need no
 // barrier. Those of a warp's lanes lie side by side.
@@ -486,14 +473,14 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
     unsigned row = kRows * blockIdx.x;
     next.fetch_rows(Next::kInp, p.inp, row);
     next.fetch_rows(Next::kDout, p.dout, row);
-    end_layernorm_batch();
+    device::end_batch();
     if constexpr (kAdd) next.fetch_rows(Next::kDinp, p.dinp, row);
-    end_layernorm_batch();
+    device::end_batch();
     float statistic = next.load_statistic(row);
     for (int turn = 0; row < rows; row += step, turn ^= 1) {
         Tile inp[kRows], dout[kRows];
         float mean[kRows], rstd[kRows], sums[2 * kRows] = {};
-        wait_for_older_layernorm_batches();  // inp and dout are there
+        device::wait_for_batches<1>();  // inp and dout are there
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             mean[r] = __shfl_sync(0xffffffffu, statistic, r);
@@ -506,7 +493,7 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
         }
         next.fetch_rows(Next::kInp, p.inp, row + step);
         next.fetch_rows(Next::kDout, p.dout, row + step);
-        end_layernorm_batch();
+        device::end_batch();
         statistic = next.load_statistic(row + step);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
@@ -524,7 +511,7 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
             unpack_again(weight[g]);
         }
         block_sum(sums, shared[turn]);
-        wait_for_older_layernorm_batches();  // dinp is there
+        device::wait_for_batches<1>();  // dinp is there
         // Addresses are worked out once more, since keeping them would cost registers.
         asm volatile("" : "+r"(row));
 #pragma unroll
@@ -552,7 +539,7 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
             }
             unpack_again(weight[g]);
         }
-        end_layernorm_batch();
+        device::end_batch();
     }
     device::wait_for_copies();
     store_partial<kColumns, true>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,

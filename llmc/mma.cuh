@@ -18,7 +18,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Copies kBytes (4 or 16, both places so aligned) into shared memory, or zeros when not `valid`.
-// There after wait_for_copies(); other threads need a barrier after that.
+// There after wait_for_copies(), or wait_for_batches for its batch; other threads need a barrier after
+// that.
 template <int kBytes>
 __device__ inline void copy_async(void* to_shared, const void* from, bool valid) {
     static_assert(kBytes == 4 || kBytes == 16, "the sizes in use");
@@ -48,6 +49,21 @@ __device__ inline void copy_async(void* to_shared, const void* from, bool valid)
 __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Ends a batch of the calling thread's copies, which may be empty.
+__device__ inline void end_batch() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all of the calling thread's batches but the youngest kLater.
+template <int kLater>
+__device__ inline void wait_for_batches() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 #endif
 }
 
