@@ -264,8 +264,9 @@ __device__ inline float warp_max(float value) {
 
 // Sums of `kCount` values over the block, by warp and then in the order of the warps; every thread
 // gets them. `shared` holds kCount values for each warp. No barrier at the end: the next call must
-// use other memory, the one after it may use this again.
-template <int kCount, class A>
+// use other memory, the one after it may use this again. kWarps: of the block, where the code knows
+// them; 0 where only the launch does.
+template <int kWarps = 0, int kCount, class A>
 __device__ inline void block_sum(A (&value)[kCount], A* shared) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
@@ -277,18 +278,20 @@ __device__ inline void block_sum(A (&value)[kCount], A* shared) {
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kCount; ++k) value[k] = shared[k];
-    const int warps = blockDim.x / kWarpSize;
+    const int warps = kWarps > 0 ? kWarps : blockDim.x / kWarpSize;
     for (int w = 1; w < warps; ++w) {
 #pragma unroll
         for (int k = 0; k < kCount; ++k) value[k] += shared[w * kCount + k];
     }
 }
 
+// As block_sum.
+template <int kWarps = 0>
 __device__ inline float block_max(float value, float* shared) {
     value = warp_max(value);
     if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = value;
     __syncthreads();
-    const int warps = blockDim.x / kWarpSize;
+    const int warps = kWarps > 0 ? kWarps : blockDim.x / kWarpSize;
     for (int w = 0; w < warps; ++w) value = fmaxf(value, shared[w]);
     return value;
 }

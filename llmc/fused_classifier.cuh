@@ -107,11 +107,11 @@ struct Classifier {
     bool write_dlogits;
 };
 
-// Zeros from `begin` to the end of the row, by 512 threads.
+// Zeros from `begin` to the end of the row.
 template <class T, bool kVector>
-__device__ inline void zero_columns(T* row, int begin, int Vp, int thread) {
+__device__ inline void zero_columns(T* row, int begin, int Vp) {
     constexpr int kWidth = Packed128<T>::kSize;
-    const int group = begin / kWidth + thread;
+    const int group = begin / kWidth + threadIdx.x;
     for (int i = group; i < ceil_div(Vp, kWidth); i += kClassifierThreads) {
         store_group(row + i * kWidth, Packed128<T>{make_uint4(0, 0, 0, 0)}, Vp - i * kWidth,
                     kVector);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kClassifierThreads) fused_classifier_kernel(Cl
     const int target = p.targets[blockIdx.x];
     if (target < 0) {
         if (threadIdx.x == 0) p.losses[blockIdx.x] = 0.0f;
-        if (p.write_dlogits) zero_columns<T, kVector>(row, 0, p.Vp, threadIdx.x);
+        if (p.write_dlogits) zero_columns<T, kVector>(row, 0, p.Vp);
         return;
     }
     const float of_target = widen(row[target]);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kClassifierThreads) fused_classifier_kernel(Cl
                                             static_cast<float>((p_target - 1.0) * dloss), largest,
                                             {factor, factor * 0x1p-24f}, cache);
         constexpr int kWidth = Packed128<T>::kSize;
-        zero_columns<T, kVector>(row, ceil_div(p.V, kWidth) * kWidth, p.Vp, threadIdx.x);
+        zero_columns<T, kVector>(row, ceil_div(p.V, kWidth) * kWidth, p.Vp);
     }
     if (threadIdx.x == 0) {
         const double distance = static_cast<double>(largest) - static_cast<double>(of_target);
@@ -222,29 +222,12 @@ __global__ void __launch_bounds__(kClassifierThreads) fused_classifier_kernel(Cl
 
 // ---- blocks that go from row to row ----
 
-// As block_max and block_sum, of cuda_utils.cuh, with one barrier each: both arrays are written again
-// only after the other one's barrier.
+// Space of block_max and block_sum. One array is written again only after the other one's barrier, so
+// that a row need not wait for the threads that are still at the one before.
 struct RowReduction {
     double sums[kClassifierWarps];
     float maxima[kClassifierWarps];
 };
-__device__ inline float max_of_row(float value, RowReduction& shared) {
-    value = warp_max(value);
-    if (threadIdx.x % kWarpSize == 0) shared.maxima[threadIdx.x / kWarpSize] = value;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kClassifierWarps; ++w) value = fmaxf(value, shared.maxima[w]);
-    return value;
-}
-__device__ inline double total_of_row(double value, RowReduction& shared) {
-    value = warp_sum(value);
-    if (threadIdx.x % kWarpSize == 0) shared.sums[threadIdx.x / kWarpSize] = value;
-    __syncthreads();
-    value = shared.sums[0];
-#pragma unroll
-    for (int w = 1; w < kClassifierWarps; ++w) value += shared.sums[w];
-    return value;
-}
 
 // A thread's copies come in batches: of kClassifierBatch groups, fewer at the row's end. Waits for all
 // but the youngest `later`, at the least.
@@ -262,9 +245,10 @@ __device__ inline void wait_for_all_but(int later) {
 
 // Has this thread's groups of the row brought to `cache`.
 template <class T>
-__device__ inline void fetch_row(Packed128<T>* cache, const T* row, int groups, int thread) {
+__device__ inline void fetch_row(Packed128<T>* cache, const T* row, int groups) {
     constexpr int kWidth = Packed128<T>::kSize;
     constexpr int kStride = kClassifierBatch * kClassifierThreads;
+    const int thread = threadIdx.x;
 #pragma unroll 1
     for (int begin = 0; begin < groups; begin += kStride) {
 #pragma unroll
@@ -278,10 +262,10 @@ __device__ inline void fetch_row(Packed128<T>* cache, const T* row, int groups, 
 
 // As sum_of_row, of a row under way to `cache`. All of the thread's copies have arrived at the end.
 template <class T>
-__device__ inline ExpSum sum_of_fetched_row(const Packed128<T>* cache, int V, int thread) {
+__device__ inline ExpSum sum_of_fetched_row(const Packed128<T>* cache, int V) {
     constexpr int kWidth = Packed128<T>::kSize;
     constexpr int kStride = kClassifierBatch * kClassifierThreads;
-    const int groups = ceil_div(V, kWidth), whole = V / kWidth;
+    const int thread = threadIdx.x, groups = ceil_div(V, kWidth), whole = V / kWidth;
     int later = ceil_div(groups, kStride);
     ExpSum total;
     for (int begin = 0; begin < groups; begin += kStride) {
@@ -325,10 +309,10 @@ __device__ inline Packed128<T> gradients(const Packed128<T>& group, float larges
 // thread reads and fetches its own groups only, so there is nobody to wait for.
 template <class T>
 __device__ inline void write_and_fetch(T* row, const T* next, Packed128<T>* cache, int V,
-                                       int thread, float largest, ProbabilityScale scale) {
+                                       float largest, ProbabilityScale scale) {
     constexpr int kWidth = Packed128<T>::kSize;
     constexpr int kStride = kClassifierBatch * kClassifierThreads;
-    const int groups = ceil_div(V, kWidth), whole = V / kWidth;
+    const int thread = threadIdx.x, groups = ceil_div(V, kWidth), whole = V / kWidth;
     for (int begin = 0; begin < groups; begin += kStride) {
         const int first = begin + thread;
         if (first + (kClassifierBatch - 1) * kClassifierThreads < whole) {
@@ -373,31 +357,30 @@ struct RowSum {
 template <class T>
 __device__ inline RowSum reduce_row(const Packed128<T>* cache, int V, int target,
                                     RowReduction& shared) {
-    const ExpSum mine = sum_of_fetched_row(cache, V, threadIdx.x);
+    const ExpSum mine = sum_of_fetched_row(cache, V);
     RowSum sum;
-    sum.largest = max_of_row(mine.largest, shared);
+    sum.largest = block_max<kClassifierWarps>(mine.largest, shared.maxima);
     // Another thread's group: the barrier before says that it is there, and the one after that
     // nobody has the next row brought to its place yet.
     sum.of_target = widen(reinterpret_cast<const T*>(cache)[target]);
-    sum.total =
-        total_of_row(static_cast<double>(mine.sum) *
-                         static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest)),
-                     shared);
+    double total[1] = {static_cast<double>(mine.sum) *
+                       static_cast<double>(exp_of_difference<T>(mine.largest - sum.largest))};
+    block_sum<kClassifierWarps>(total, shared.sums);
+    sum.total = total[0];
     return sum;
 }
 
 // Turns the row into its gradient, and fetches the next one.
 template <class T>
 __device__ inline void differentiate_row(const Classifier<T>& p, T* row, const T* next,
-                                         Packed128<T>* cache, int target, const RowSum& sum,
-                                         int thread) {
+                                         Packed128<T>* cache, int target, const RowSum& sum) {
     constexpr int kWidth = Packed128<T>::kSize;
     const double dloss = p.dloss;
     const float factor = static_cast<float>(dloss / sum.total);
-    write_and_fetch(row, next, cache, p.V, thread, sum.largest, {factor, factor * 0x1p-24f});
-    zero_columns<T, true>(row, ceil_div(p.V, kWidth) * kWidth, p.Vp, thread);
+    write_and_fetch(row, next, cache, p.V, sum.largest, {factor, factor * 0x1p-24f});
+    zero_columns<T, true>(row, ceil_div(p.V, kWidth) * kWidth, p.Vp);
     // The thread that wrote the target's group writes the target over it.
-    if (target / kWidth % kClassifierThreads == thread) {
+    if (target / kWidth % kClassifierThreads == static_cast<int>(threadIdx.x)) {
         const double p_target =
             static_cast<double>(exp_of_difference<T>(sum.of_target - sum.largest)) / sum.total;
         row[target] = narrow<T>(static_cast<float>((p_target - 1.0) * dloss));
@@ -410,14 +393,13 @@ __global__ void __launch_bounds__(kClassifierThreads)
     classify_rows_kernel(Classifier<T> p, int rows) {
     extern __shared__ uint4 row_cache[];
     __shared__ RowReduction reduction;
-    const int thread = threadIdx.x;
     const int groups = ceil_div(p.V, Packed128<T>::kSize);
     Packed128<T>* cache = reinterpret_cast<Packed128<T>*>(row_cache);
     const size_t end = rows, stride = gridDim.x;
     const auto target_of = [&](size_t row) { return row < end ? p.targets[row] : -1; };
 
     int target = target_of(blockIdx.x);
-    if (target >= 0) fetch_row(cache, p.logits + size_t{blockIdx.x} * p.Vp, groups, thread);
+    if (target >= 0) fetch_row(cache, p.logits + size_t{blockIdx.x} * p.Vp, groups);
     for (size_t row = blockIdx.x; row < end; row += stride) {
         const int next_target = target_of(row + stride);
         T* x = p.logits + row * p.Vp;
@@ -425,13 +407,13 @@ __global__ void __launch_bounds__(kClassifierThreads)
         RowSum sum = {};
         if (target >= 0) {
             sum = reduce_row(cache, p.V, target, reduction);
-            differentiate_row(p, x, next, cache, target, sum, thread);
+            differentiate_row(p, x, next, cache, target, sum);
         } else {
-            if (next) fetch_row(cache, next, groups, thread);
-            zero_columns<T, true>(x, 0, p.Vp, thread);
+            if (next) fetch_row(cache, next, groups);
+            zero_columns<T, true>(x, 0, p.Vp);
         }
         // By the last warp, which has fewer groups than the first.
-        if (thread == kClassifierThreads - 1) {
+        if (threadIdx.x == kClassifierThreads - 1) {
             const double distance =
                 static_cast<double>(sum.largest) - static_cast<double>(sum.of_target);
             p.losses[row] = target >= 0 ? static_cast<float>(log(sum.total) + distance) : 0.0f;
