@@ -26,16 +26,40 @@ inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
 #endif
 }
 
+#ifndef LLMC_CPU
+// What `queue()` queues on `stream`, as a graph that is ready to run; nothing runs yet. Throws Error when a
+// CUDA call fails.
+template <class Queue>
+cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
+    // Other threads go on allocating page-locked memory and asking for events.
+    cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    queue();
+    cudaGraph_t graph = nullptr;
+    cuda_check(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t ready = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&ready, graph, 0);
+    cuda_check(cudaGraphDestroy(graph));
+    cuda_check(status);
+    return ready;
+}
+#endif
+
 class CapturedWork {
   public:
-    // Graphs that are kept at most; what comes beyond is launched kernel by kernel. One of a micro-step
-    // of d12 takes about a megabyte.
+    // Graphs that are kept at most; what comes beyond is launched kernel by kernel.
     static constexpr size_t kMostGraphs = 128;
 
     CapturedWork() = default;
     CapturedWork(const CapturedWork&) = delete;
     CapturedWork& operator=(const CapturedWork&) = delete;
-    ~CapturedWork() { clear(); }
+    // None of the graphs may be running.
+    ~CapturedWork() {
+#ifndef LLMC_CPU
+        for (auto& [key, graph] : graphs_) {
+            if (graph != nullptr) cudaGraphExecDestroy(graph);
+        }
+#endif
+    }
 
     bool enabled = false;
 
@@ -43,52 +67,25 @@ class CapturedWork {
     // with this `key`; or launches the graph of what it queued. The first time it runs as it is,
     // since libraries choose and load kernels then; the second time it is captured. `queue` must not
     // make the host wait, allocate, or touch other streams; of those it may wait for events with
-    // wait_flags. Throws Error when a CUDA call fails. On the CPU build it
-    // is always called.
+    // wait_flags. Throws Error when a CUDA call fails. On the CPU build it is always called.
     template <class Queue>
-    void run(const std::pair<int, int>& key, cudaStream_t stream, Queue&& queue) {
+    void run([[maybe_unused]] const std::pair<int, int>& key, [[maybe_unused]] cudaStream_t stream,
+             Queue&& queue) {
 #ifndef LLMC_CPU
-        if (enabled && graphs_.count(key) == 0 && graphs_.size() < kMostGraphs) {
-            graphs_[key] = nullptr;  // seen once
-        } else if (enabled && graphs_.count(key) > 0) {
-            cudaGraphExec_t& graph = graphs_[key];
-            if (graph == nullptr) graph = capture(stream, queue);
+        const auto known = graphs_.find(key);
+        if (enabled && known != graphs_.end()) {
+            cudaGraphExec_t& graph = known->second;
+            if (graph == nullptr) graph = capture_graph(stream, queue);
             cuda_check(cudaGraphLaunch(graph, stream));
             return;
         }
-#else
-        (void)key;
-        (void)stream;
+        if (enabled && graphs_.size() < kMostGraphs) graphs_[key] = nullptr;  // seen once
 #endif
         queue();
-    }
-
-    // Forgets all graphs; none of them may be running.
-    void clear() {
-#ifndef LLMC_CPU
-        for (auto& [key, graph] : graphs_) {
-            if (graph != nullptr) cudaGraphExecDestroy(graph);
-        }
-        graphs_.clear();
-#endif
     }
 
   private:
 #ifndef LLMC_CPU
-    template <class Queue>
-    static cudaGraphExec_t capture(cudaStream_t stream, Queue&& queue) {
-        // Other threads go on allocating page-locked memory and asking for events.
-        cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        queue();
-        cudaGraph_t graph = nullptr;
-        cuda_check(cudaStreamEndCapture(stream, &graph));
-        cudaGraphExec_t ready = nullptr;
-        const cudaError_t status = cudaGraphInstantiate(&ready, graph, 0);
-        cuda_check(cudaGraphDestroy(graph));
-        cuda_check(status);
-        return ready;
-    }
-
     std::map<std::pair<int, int>, cudaGraphExec_t> graphs_;
 #endif
 };

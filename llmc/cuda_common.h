@@ -24,6 +24,19 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
                        cudaGetErrorString(status), file, line));
 }
 
+// Owns a stream that does not wait for the default one.
+class Stream {
+  public:
+    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+    ~Stream() { cudaStreamDestroy(stream_); }
+    cudaStream_t get() const { return stream_; }
+
+  private:
+    cudaStream_t stream_ = nullptr;
+};
+
 // Owns `count` elements of device memory, 256-byte aligned. Contents start undefined.
 template <class T>
 class DeviceBuffer {

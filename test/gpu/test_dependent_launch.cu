@@ -1,4 +1,5 @@
 #include "llmc/bias.cuh"
+#include "llmc/captured_work.cuh"
 #include "llmc/dependent_launch.cuh"
 #include "llmc/layernorm.cuh"
 #include "test/gpu/gpu_checks.h"
@@ -7,31 +8,6 @@ namespace {
 
 using namespace llmc;
 using namespace llmc::test;
-
-class Stream {
-  public:
-    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    ~Stream() { cudaStreamDestroy(stream_); }
-
-    cudaStream_t get() const { return stream_; }
-    // Captures what `queue()` queues on this stream, as the trainer does.
-    template <class Queue>
-    cudaGraphExec_t capture(Queue&& queue) const {
-        cuda_check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-        queue();
-        cudaGraph_t graph = nullptr;
-        cuda_check(cudaStreamEndCapture(stream_, &graph));
-        cudaGraphExec_t ready = nullptr;
-        cuda_check(cudaGraphInstantiate(&ready, graph, 0));
-        cuda_check(cudaGraphDestroy(graph));
-        return ready;
-    }
-
-  private:
-    cudaStream_t stream_ = nullptr;
-};
 
 constexpr int kThreads = 128, kBlocks = 8, kCount = kThreads * kBlocks;
 
@@ -102,7 +78,7 @@ TEST(GpuDependentLaunch, SoItDoesInAGraph) {
     const Rounds rounds;
     rounds.set(0);
     rounds.queue(stream.get());
-    const cudaGraphExec_t graph = stream.capture([&] { rounds.queue(stream.get()); });
+    const cudaGraphExec_t graph = capture_graph(stream.get(), [&] { rounds.queue(stream.get()); });
     for (int value = 1; value <= 20; ++value) {
         rounds.set(1000 * value);
         cuda_check(cudaGraphLaunch(graph, stream.get()));
@@ -171,7 +147,7 @@ TEST(GpuDependentLaunch, LaunchersInTurnGiveTheBitsOfOneAtATime) {
         const std::vector<gradX> sums = download(launchers.sums);
         const auto nothing = [] {};
         const cudaGraphExec_t graph =
-            stream.capture([&] { launchers.queue(stream.get(), nothing); });
+            capture_graph(stream.get(), [&] { launchers.queue(stream.get(), nothing); });
         for (int run = 0; run < 20; ++run) {
             launchers.clear();
             if (run % 2 == 0) {

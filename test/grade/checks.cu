@@ -383,18 +383,6 @@ bool host_waits(const MultiGpuConfig& config, Work&& work) {
     return true;
 }
 
-class Stream {
-  public:
-    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    ~Stream() { cudaStreamDestroy(stream_); }
-    cudaStream_t get() const { return stream_; }
-
-  private:
-    cudaStream_t stream_ = nullptr;
-};
-
 // ---- reduction of gradients ----
 
 enum class Reduction { tree, two_levels, mean };
