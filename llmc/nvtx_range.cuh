@@ -54,7 +54,7 @@ inline bool wanted() {
     return set;
 }
 
-// A range's whole text, which dev/bench/profile.py reads:
+// A range's whole text, which dev/bench/profile_step.py reads:
 // "launcher matmul_forward rows=65536 C=768 OC=2304 bytes=406978560 flops=231928233984".
 struct RangeText {
     char text[256];
