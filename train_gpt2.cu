@@ -138,32 +138,13 @@ void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss)
 
 namespace {
 
-// Where one micro-batch's gradients go, and what follows once they are there.
-struct GradientTarget {
-    ParamTensors<gradX> grads;
-    bool accumulate;              // add to what an earlier micro-batch of the slot left
-    bool slot_complete;           // the slot's last micro-batch
-    bool step_complete;           // the rank's last micro-batch: reduce as gradients become final
-    std::vector<TreeNode> nodes;  // to add up once the slot is complete
-};
-
-GradientTarget gradient_target(const GPT2& model, int local) {
-    const ReductionPlan& plan = model.plan;
-    const int slot = local / plan.micro_per_slot(), place = local % plan.micro_per_slot();
-    const int buffer = slot_target(plan, slot);
-    GradientTarget target;
-    target.grads = buffer == kGradients ? model.grads : model.spares[buffer];
-    target.accumulate = place > 0 || (planted_fault() == Fault::fused_leaf && slot % 2 == 1);
-    target.slot_complete = place == plan.micro_per_slot() - 1;
-    target.step_complete = local == plan.micro_per_rank() - 1;
-    if (target.slot_complete) target.nodes = nodes_after_slot(plan, slot);
-    return target;
+const ParamTensors<gradX>& gradients_of(const GPT2& model, const GradientTarget& target) {
+    return target.buffer == kGradients ? model.grads : model.spares[target.buffer];
 }
 
-// Fault::fused_leaf: the slot has gone on adding to what spare 0 held, in place of the node.
-void copy_gradients(GPT2* model, const ParamTensors<gradX>& to) {
-    cuda_check(cudaMemcpyAsync(to.base, model->grads.base,
-                               model->layout.buffer_elements() * sizeof(gradX),
+// Fault::fused_leaf: a slot goes on adding to what spare 0 held, in place of the node.
+void copy_gradients(GPT2* model, const ParamTensors<gradX>& to, const ParamTensors<gradX>& from) {
+    cuda_check(cudaMemcpyAsync(to.base, from.base, model->layout.buffer_elements() * sizeof(gradX),
                                cudaMemcpyDeviceToDevice, model->main_stream));
 }
 
@@ -173,7 +154,8 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t firs
     const size_t tensors = model->num_segments;
     for (const TreeNode& node : nodes) {
         if (planted_fault() == Fault::fused_leaf && node.left == 0) {
-            if (node.out != kGradients) copy_gradients(model, model->spares[node.out]);
+            if (node.out == kGradients) continue;
+            copy_gradients(model, model->spares[node.out], model->grads);
             continue;
         }
         const size_t table = detail::tree_table(node.left, node.out != kGradients);
@@ -218,7 +200,7 @@ void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& 
 void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     const int C = model->config.channels;
     const ParamTensors<floatX>& w = model->params;
-    const ParamTensors<gradX>& g = target.grads;
+    const ParamTensors<gradX>& g = gradients_of(*model, target);
     const bool accumulate = target.accumulate;
     cudaStream_t stream = model->main_stream;
     const Activations a = at_layer(*model, l, rows);
@@ -255,7 +237,7 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
 void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& target) {
     const int rows = B * T, C = model->config.channels;
     const ParamTensors<floatX>& w = model->params;
-    const ParamTensors<gradX>& g = target.grads;
+    const ParamTensors<gradX>& g = gradients_of(*model, target);
     const bool accumulate = target.accumulate;
     cudaStream_t stream = model->main_stream;
     const Activations a = at_layer(*model, l, rows);
@@ -283,20 +265,14 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
 
 }  // namespace
 
-void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
+void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
                               MultiGpuConfig* multi_gpu) {
     const ProfileRange phase("backward");
     const ReductionPlan& plan = model->plan;
     const int B = model->batch, T = model->sequence, rows = B * T;
     const int C = model->config.channels, Vp = model->config.padded_vocab_size;
-    const GradientTarget target = gradient_target(*model, local);
-    if (planted_fault() == Fault::fused_leaf && target.accumulate &&
-        local % plan.micro_per_slot() == 0) {
-        cuda_check(cudaMemcpyAsync(model->grads.base, model->spares[0].base,
-                                   model->layout.buffer_elements() * sizeof(gradX),
-                                   cudaMemcpyDeviceToDevice, model->main_stream));
-    }
-    const ParamTensors<gradX>& g = target.grads;
+    if (target.from_spare) copy_gradients(model, model->grads, model->spares[0]);
+    const ParamTensors<gradX>& g = gradients_of(*model, target);
     const ParamTensors<floatX>& w = model->params;
     Activations& a = model->acts;
     cudaStream_t stream = model->main_stream;
@@ -309,8 +285,7 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
     gpt2_logits(model, 0, rows);
     fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size, Vp,
                      true, stream);
-    const int index = multi_gpu->process_rank * plan.micro_per_rank() + local;
-    mean_loss(model->own_loss(index), a.losses, rows, stream);
+    mean_loss(model->micro_loss, a.losses, rows, stream);
 
     gradX* no_bias = nullptr;
     matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
@@ -331,9 +306,15 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
                      a.scratch, B, T, C, target.accumulate, stream);
     finish_group(model, target, model->groups.back(), multi_gpu);
 
-    if (target.slot_complete && !target.step_complete) {
+    if (!target.step_complete) {
         add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
     }
+}
+
+void gpt2_keep_loss(GPT2* model, int local, const MultiGpuConfig& multi_gpu) {
+    const int index = multi_gpu.process_rank * model->plan.micro_per_rank() + local;
+    cuda_check(cudaMemcpyAsync(model->own_loss(index), model->micro_loss, sizeof(double),
+                               cudaMemcpyDeviceToDevice, model->main_stream));
 }
 
 namespace {
@@ -549,15 +530,21 @@ void save(Run& run, int step) {
 }
 
 // Forward and backward pass of micro-batch `local`, as a graph but for what NCCL has a part in.
-void micro_step(Run& run, int step, int local, const MicroBatch& batch) {
+void micro_step(Run& run, int local) {
     GPT2* model = &run.model;
-    const bool reduces =
-        run.multi_gpu.num_processes > 1 && local == model->plan.micro_per_rank() - 1;
-    run.micro_steps.run({local, step % 2}, model->main_stream, [&] {
+    run.step_upload.take(local, model->main_stream);
+    const MicroBatch batch = run.step_upload.at_hand();
+    const GradientTarget of_this = gradient_target(model->plan, local);
+    const auto uses_nccl = [&run](const GradientTarget& target) {
+        return target.step_complete && run.multi_gpu.num_processes > 1;
+    };
+    // Beside the target all is the same in every micro-step.
+    run.micro_steps.run(of_this, model->main_stream, [=, &run](const GradientTarget& target) {
         gpt2_forward(model, batch.inputs, model->batch, model->sequence);
-        if (!reduces) gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+        if (!uses_nccl(target)) gpt2_backward_and_reduce(model, batch, target, &run.multi_gpu);
     });
-    if (reduces) gpt2_backward_and_reduce(model, batch, local, &run.multi_gpu);
+    if (uses_nccl(of_this)) gpt2_backward_and_reduce(model, batch, of_this, &run.multi_gpu);
+    gpt2_keep_loss(model, local, run.multi_gpu);
 }
 
 void train_step(Run& run, int step) {
@@ -567,13 +554,11 @@ void train_step(Run& run, int step) {
     if (junk_between_steps()) gpt2_spread_junk(model, run.multi_gpu);
 #endif
     const PreparedStep& prepared = run.pipeline->acquire(step);
-    const DeviceStep inputs =
+    const StepInputs* inputs =
         run.step_upload.put(prepared, step, model->copy_stream, model->main_stream);
-    for (int local = 0; local < model->plan.micro_per_rank(); ++local) {
-        micro_step(run, step, local, inputs.micro_batch(local));
-    }
+    for (int local = 0; local < model->plan.micro_per_rank(); ++local) micro_step(run, local);
     model->host_stop[0] = stop_requested() != 0 ? 1.0 : 0.0;
-    gpt2_update(model, inputs.step_inputs, &run.multi_gpu);
+    gpt2_update(model, inputs, &run.multi_gpu);
     multi_gpu_wait_for(model->decided, &run.multi_gpu);
     run.pipeline->release();
     run.stopping = run.stopping || model->host_stop[1] > 0.0;

@@ -12,22 +12,9 @@
 
 namespace llmc {
 
-// One step's micro-batches of this rank, and its StepInputs, in device memory.
-struct DeviceStep {
-    const int* tokens;   // (A,B,T)
-    const int* targets;  // (A,B,T)
-    const int* order;    // (A,B*T)
-    const StepInputs* step_inputs;
-    size_t per_micro_batch;  // B*T
-
-    MicroBatch micro_batch(int local) const {
-        const size_t offset = static_cast<size_t>(local) * per_micro_batch;
-        return {tokens + offset, targets + offset, order + offset};
-    }
-};
-
 // Training steps alternate between two sets of device buffers: while AdamW still reads one step's
-// inputs, the next step's are copied.
+// inputs, the next step's are copied. Kernels read the micro-batch at hand from one fixed place, so that
+// a graph of them serves for every micro-batch (captured_work.cuh).
 class StepUpload {
   public:
     StepUpload() = default;
@@ -39,39 +26,49 @@ class StepUpload {
 
     void plan(MemoryPlan* memory, int micro_batches, int B, int T) {
         per_micro_batch_ = static_cast<size_t>(B) * T;
-        count_ = static_cast<size_t>(micro_batches) * per_micro_batch_;
+        count_ = static_cast<size_t>(micro_batches) * kMicroBatchArrays * per_micro_batch_;
         for (Slot& slot : slots_) {
-            memory->add("inputs", "tokens of two steps", &slot.tokens, count_);
-            memory->add("inputs", "tokens of two steps", &slot.targets, count_);
-            memory->add("inputs", "tokens of two steps", &slot.order, count_);
+            memory->add("inputs", "tokens of two steps", &slot.micro_batches, count_);
             memory->add("inputs", "tokens of two steps", &slot.step_inputs, 1);
         }
+        memory->add("inputs", "tokens of the micro-batch at hand", &at_hand_,
+                    kMicroBatchArrays * per_micro_batch_);
     }
     // The page-locked memory of InputPipeline, which on a CPU is the device's own.
     void plan_host(MemoryPlan* memory) const {
-        memory->reserve("inputs", "tokens being read", 2 * 3 * count_ * sizeof(int));
+        memory->reserve("inputs", "tokens being read", 2 * count_ * sizeof(int));
     }
     void open() { cuda_check(cudaEventCreateWithFlags(&uploaded_, cudaEventDisableTiming)); }
 
     // Queues the copies on `copy_stream`; `main_stream` waits for them. All work on step - 1 but its
-    // AdamW must be complete, and `prepared` must stay until this step's is.
-    DeviceStep put(const PreparedStep& prepared, int step, cudaStream_t copy_stream,
-                   cudaStream_t main_stream) {
+    // AdamW must be complete, and `prepared` must stay until this step's is. Returns the step's
+    // StepInputs in device memory.
+    const StepInputs* put(const PreparedStep& prepared, int step, cudaStream_t copy_stream,
+                          cudaStream_t main_stream) {
         const Slot& slot = slots_[step % 2];
-        copy(slot.tokens, prepared.tokens.get(), count_, copy_stream);
-        copy(slot.targets, prepared.targets.get(), count_, copy_stream);
-        copy(slot.order, prepared.order.get(), count_, copy_stream);
+        copy(slot.micro_batches, prepared.micro_batches.get(), count_, copy_stream);
         copy(slot.step_inputs, prepared.inputs.get(), 1, copy_stream);
         cuda_check(cudaEventRecord(uploaded_, copy_stream));
         cuda_check(cudaStreamWaitEvent(main_stream, uploaded_, 0));
-        return {slot.tokens, slot.targets, slot.order, slot.step_inputs, per_micro_batch_};
+        step_ = slot.micro_batches;
+        return slot.step_inputs;
+    }
+
+    // Queues on the `main_stream` of the last put() that this rank's micro-batch number `local` of its
+    // step, 0 ... A-1, becomes the one at hand.
+    void take(int local, cudaStream_t main_stream) const {
+        const size_t count = kMicroBatchArrays * per_micro_batch_;
+        cuda_check(cudaMemcpyAsync(at_hand_, step_ + static_cast<size_t>(local) * count,
+                                   count * sizeof(int), cudaMemcpyDeviceToDevice, main_stream));
+    }
+    // The same place for every micro-batch.
+    MicroBatch at_hand() const {
+        return {at_hand_, at_hand_ + per_micro_batch_, at_hand_ + 2 * per_micro_batch_};
     }
 
   private:
     struct Slot {
-        int* tokens = nullptr;
-        int* targets = nullptr;
-        int* order = nullptr;
+        int* micro_batches = nullptr;  // (A,3,B*T), as PreparedStep has them
         StepInputs* step_inputs = nullptr;
     };
     template <class T>
@@ -80,8 +77,10 @@ class StepUpload {
     }
 
     Slot slots_[2];
-    size_t count_ = 0;
-    size_t per_micro_batch_ = 0;
+    int* at_hand_ = nullptr;      // (3,B*T)
+    const int* step_ = nullptr;   // of the last put()
+    size_t count_ = 0;            // A*3*B*T
+    size_t per_micro_batch_ = 0;  // B*T
     cudaEvent_t uploaded_ = nullptr;
 };
 

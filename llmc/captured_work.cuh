@@ -6,9 +6,7 @@
 // which kernels stays the same, and so do the bits.
 #pragma once
 
-#include <cstddef>
 #include <map>
-#include <utility>
 
 #include "llmc/cuda_common.h"
 
@@ -44,11 +42,11 @@ cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
 }
 #endif
 
+// Key is what the work may depend on from one call to the next, with operator<. A graph is kept for each
+// that has come twice: there must be few, as there are of GradientTarget.
+template <class Key>
 class CapturedWork {
   public:
-    // Graphs that are kept at most; what comes beyond is launched kernel by kernel.
-    static constexpr size_t kMostGraphs = 128;
-
     CapturedWork() = default;
     CapturedWork(const CapturedWork&) = delete;
     CapturedWork& operator=(const CapturedWork&) = delete;
@@ -63,30 +61,29 @@ class CapturedWork {
 
     bool enabled = false;
 
-    // Calls `queue()`, which queues work on `stream` alone and does the same each time it is called
+    // Calls `queue(key)`, which queues work on `stream` alone and does the same each time it is called
     // with this `key`; or launches the graph of what it queued. The first time it runs as it is,
     // since libraries choose and load kernels then; the second time it is captured. `queue` must not
     // make the host wait, allocate, or touch other streams; of those it may wait for events with
     // wait_flags. Throws Error when a CUDA call fails. On the CPU build it is always called.
     template <class Queue>
-    void run([[maybe_unused]] const std::pair<int, int>& key, [[maybe_unused]] cudaStream_t stream,
-             Queue&& queue) {
+    void run(const Key& key, [[maybe_unused]] cudaStream_t stream, Queue&& queue) {
 #ifndef LLMC_CPU
         const auto known = graphs_.find(key);
         if (enabled && known != graphs_.end()) {
             cudaGraphExec_t& graph = known->second;
-            if (graph == nullptr) graph = capture_graph(stream, queue);
+            if (graph == nullptr) graph = capture_graph(stream, [&] { queue(key); });
             cuda_check(cudaGraphLaunch(graph, stream));
             return;
         }
-        if (enabled && graphs_.size() < kMostGraphs) graphs_[key] = nullptr;  // seen once
+        if (enabled) graphs_[key] = nullptr;  // seen once
 #endif
-        queue();
+        queue(key);
     }
 
   private:
 #ifndef LLMC_CPU
-    std::map<std::pair<int, int>, cudaGraphExec_t> graphs_;
+    std::map<Key, cudaGraphExec_t> graphs_;
 #endif
 };
 

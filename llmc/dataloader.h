@@ -280,11 +280,11 @@ inline void sort_positions_by_token(const int* tokens, int count, int vocab_size
 // What one rank needs for one step, in page-locked memory. A is its number of micro-batches.
 struct PreparedStep {
     int step = 0;
-    PinnedBuffer<int> tokens;         // (A,B,T)
-    PinnedBuffer<int> targets;        // (A,B,T)
-    PinnedBuffer<int> order;          // (A,B*T), sort_positions_by_token of each micro-batch
+    // (A,3,B*T): of each micro-batch its tokens, its targets, and sort_positions_by_token of its tokens.
+    PinnedBuffer<int> micro_batches;
     PinnedBuffer<StepInputs> inputs;  // (1)
 };
+constexpr size_t kMicroBatchArrays = 3;
 
 struct InputPipelineOptions {
     int B = 0;
@@ -314,9 +314,7 @@ class InputPipeline {
         }
         const size_t count = static_cast<size_t>(options.micro_batches) * tokens_per_micro_batch();
         for (PreparedStep& slot : slots_) {
-            slot.tokens = PinnedBuffer<int>(count);
-            slot.targets = PinnedBuffer<int>(count);
-            slot.order = PinnedBuffer<int>(count);
+            slot.micro_batches = PinnedBuffer<int>(kMicroBatchArrays * count);
             slot.inputs = PinnedBuffer<StepInputs>(1);
         }
         thread_ = std::thread([this] { run(); });
@@ -400,7 +398,10 @@ class InputPipeline {
     bool prepare(int step, PreparedStep& slot) {
         slot.step = step;
         for (int a = 0; a < options_.micro_batches; ++a) {
-            const size_t offset = static_cast<size_t>(a) * tokens_per_micro_batch();
+            const size_t count = tokens_per_micro_batch();
+            int* tokens = slot.micro_batches.get() + kMicroBatchArrays * count * a;
+            int* targets = tokens + count;
+            int* order = targets + count;
             const uint64_t first =
                 options_.single_batch
                     ? 0
@@ -408,13 +409,10 @@ class InputPipeline {
                                                 options_.micro_batches_per_step, options_.B);
             for (int b = 0; b < options_.B; ++b) {
                 if (closing_) return false;
-                const size_t row = offset + static_cast<size_t>(b) * static_cast<size_t>(data_.T());
-                data_.read_rows(first + static_cast<uint64_t>(b), 1, slot.tokens.get() + row,
-                                slot.targets.get() + row);
+                const size_t row = static_cast<size_t>(b) * static_cast<size_t>(data_.T());
+                data_.read_rows(first + static_cast<uint64_t>(b), 1, tokens + row, targets + row);
             }
-            sort_positions_by_token(slot.tokens.get() + offset,
-                                    static_cast<int>(tokens_per_micro_batch()), data_.vocab_size(),
-                                    slot.order.get() + offset);
+            sort_positions_by_token(tokens, static_cast<int>(count), data_.vocab_size(), order);
         }
         slot.inputs[0].step = static_cast<uint32_t>(step);
         slot.inputs[0].learning_rate = learning_rate_(step);

@@ -101,6 +101,7 @@ struct GPT2 {
     double* own_sums = nullptr;
     double* step_sums = nullptr;
     size_t num_sums = 0;
+    double* micro_loss = nullptr;  // of the micro-batch at hand
     AdamwSegment<floatX, gradX>* adamw_segments = nullptr;
     NormChunk<gradX>* norm_chunks = nullptr;
     TreeRange<gradX>* tree_ranges = nullptr;
@@ -134,10 +135,12 @@ void gpt2_token_losses(GPT2* model, const MicroBatch& batch, int B, int T);
 // Their mean, into *loss.
 void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss);
 
-// Backward pass of micro-batch `local` (0 ... A-1) of this rank, whose forward pass came just before.
-// Adds up gradients as the reduction plan says and, as each layer's become final, reduces them.
-void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, int local,
+// Backward pass of the micro-batch whose forward pass came just before, and its loss, into micro_loss.
+// Adds up gradients as `target` says and, as each layer's become final, reduces them.
+void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
                               MultiGpuConfig* multi_gpu);
+// Puts micro_loss where the step finds it: it is the loss of micro-batch `local` (0 ... A-1) of this rank.
+void gpt2_keep_loss(GPT2* model, int local, const MultiGpuConfig& multi_gpu);
 // Norm, decision and AdamW of one step, of this rank's shards under ZeRO-1, whose weights are then
 // gathered while the next forward pass starts. `inputs` is in device memory.
 void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gpu);

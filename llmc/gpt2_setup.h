@@ -270,6 +270,7 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     if (multi_gpu.num_processes > 1) {
         memory.add("step", "losses, norms, tables", &model->step_sums, model->num_sums);
     }
+    memory.add("step", "losses, norms, tables", &model->micro_loss, 1);
     memory.add("step", "losses, norms, tables", &model->adamw_segments, tensors);
     memory.add("step", "losses, norms, tables", &model->norm_chunks, model->num_chunks);
     memory.add("step", "losses, norms, tables", &model->tree_ranges,
@@ -321,6 +322,8 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
         model->gathered.resize(model->update_groups.size());
         for (cudaEvent_t& event : model->gathered) {
             cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+            // The first graphs are captured, and wait for it, before the first gathering.
+            cuda_check(cudaEventRecord(event, model->main_stream));
         }
     }
 }
@@ -336,6 +339,7 @@ inline void gpt2_spread_junk(GPT2* model, const MultiGpuConfig& multi_gpu) {
     junk(model->acts.logits, rows * model->config.padded_vocab_size);
     junk(model->acts.dresidual, rows * model->config.channels);
     junk(model->acts.encoded, rows * model->config.channels);
+    junk(model->micro_loss, 1);
     std::vector<ParamTensors<gradX>> gradients = model->spares;
     gradients.push_back(model->grads);
     for (const ParamTensors<gradX>& each : gradients) {

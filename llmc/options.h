@@ -236,8 +236,11 @@ inline std::vector<Flag> numerics_flags() {
         whole("-r", "recompute", &O::recompute, "1", 0, 2,
               "recompute in the backward pass to save memory; 0: nothing, 1: GELU, "
               "2: GELU and LayerNorm. The bits are the same unless -ge is above 0"),
-        on_off("-cg", "cuda_graphs", &O::cuda_graphs, "1",
-               "1: launch a micro-step as one CUDA graph, on a GPU. The bits are the same"),
+        on_off(
+            "-cg", "cuda_graphs", &O::cuda_graphs, "1",
+            "1: launch a micro-step as one CUDA graph, on a GPU; with several processes the last "
+            "one's backward pass kernel by kernel, since NCCL's calls are among it. The bits are "
+            "the same"),
     };
 }
 

@@ -10,10 +10,12 @@
 #pragma once
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "llmc/error.h"
 #include "llmc/params.h"
+#include "llmc/test_switches.h"
 
 namespace llmc {
 
@@ -70,6 +72,10 @@ constexpr int kGradients = -1;
 struct TreeNode {
     int left;  // spare that holds the sum of the earlier slots
     int out;   // kGradients, or the spare that keeps the sum until its neighbour is done
+
+    friend bool operator<(const TreeNode& a, const TreeNode& b) {
+        return std::tie(a.left, a.out) < std::tie(b.left, b.out);
+    }
 };
 
 // Buffer that the backward pass of local slot `slot` writes to.
@@ -86,6 +92,36 @@ inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slo
         nodes.push_back({level, ends_here && !last ? level + 1 : kGradients});
     }
     return nodes;
+}
+
+// Where one micro-batch's gradients go, and what follows once they are there. Its forward and backward
+// pass are told nothing else of which micro-batch it is: its tokens are copied to one fixed place before,
+// and its loss from one after. So equal targets are equal work, of which one graph is kept
+// (captured_work.cuh). A rank has few, however many its micro-batches: at most four before nodes, and one
+// for each level of its tree.
+struct GradientTarget {
+    int buffer = kGradients;      // kGradients, or the spare that is written
+    bool accumulate = false;      // add to what an earlier micro-batch of the slot left
+    bool step_complete = false;   // the rank's last micro-batch: reduce as gradients become final
+    bool from_spare = false;      // Fault::fused_leaf: the slot goes on from what spare 0 holds
+    std::vector<TreeNode> nodes;  // to add up then, in order: the slot is complete
+
+    friend bool operator<(const GradientTarget& a, const GradientTarget& b) {
+        return std::tie(a.buffer, a.accumulate, a.step_complete, a.from_spare, a.nodes) <
+               std::tie(b.buffer, b.accumulate, b.step_complete, b.from_spare, b.nodes);
+    }
+};
+
+// Target of this rank's micro-batch number `local`, 0 ... A-1.
+inline GradientTarget gradient_target(const ReductionPlan& plan, int local) {
+    const int slot = local / plan.micro_per_slot(), place = local % plan.micro_per_slot();
+    GradientTarget target;
+    target.buffer = slot_target(plan, slot);
+    target.from_spare = planted_fault() == Fault::fused_leaf && slot % 2 == 1 && place == 0;
+    target.accumulate = place > 0 || target.from_spare;
+    target.step_complete = local == plan.micro_per_rank() - 1;
+    if (place == plan.micro_per_slot() - 1) target.nodes = nodes_after_slot(plan, slot);
+    return target;
 }
 
 }  // namespace llmc

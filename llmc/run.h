@@ -52,8 +52,8 @@ struct Run {
 
     GPT2 model;
     std::unique_ptr<InputPipeline> pipeline;
-    StepUpload step_upload;    // a training step's tokens in device memory, two sets in turn
-    CapturedWork micro_steps;  // by number of the micro-batch and set of tokens
+    StepUpload step_upload;  // a training step's tokens in device memory, two sets in turn
+    CapturedWork<GradientTarget> micro_steps;
     BatchUpload batch_upload;  // one micro-batch for evaluation
     double* val_losses = nullptr;
     Logger log;

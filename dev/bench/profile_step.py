@@ -471,7 +471,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--commit", help="for a tree without history")
     args, args.flags = parser.parse_known_args()
-    if args.steps < 1 or args.ranks < 1 or args.warmup < 4:  # graphs are captured in steps 3 and 4
+    if args.steps < 1 or args.ranks < 1 or args.warmup < 4:  # graphs are captured in steps 1 and 2
         parser.error("--steps and --ranks must be at least 1, --warmup at least 4")
     for option, file in (("--trainer", args.trainer), ("--library", args.library)):
         if not Path(file).exists():

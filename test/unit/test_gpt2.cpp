@@ -135,7 +135,9 @@ class ReferenceModel {
     void forward_and_backward() {
         for (int local = 0; local < model_.plan.num_micro_batches; ++local) {
             forward();
-            gpt2_backward_and_reduce(&model_, batch(), local, &multi_gpu_);
+            gpt2_backward_and_reduce(&model_, batch(), gradient_target(model_.plan, local),
+                                     &multi_gpu_);
+            gpt2_keep_loss(&model_, local, multi_gpu_);
         }
     }
     // One whole step; returns its decision.

@@ -56,8 +56,17 @@ class Pipeline : public testing::Test {
     std::unique_ptr<TokenDataset> data_;
 };
 
-std::vector<int> copy_of(const PinnedBuffer<int>& buffer) {
-    return {buffer.get(), buffer.get() + buffer.count()};
+enum { kTokens, kTargets, kOrder };
+
+// One of the arrays of all micro-batches.
+std::vector<int> copy_of(const PreparedStep& prepared, size_t array) {
+    std::vector<int> all;
+    constexpr size_t kCount = kB * kT;
+    for (size_t at = 0; at < prepared.micro_batches.count(); at += kMicroBatchArrays * kCount) {
+        const int* from = prepared.micro_batches.get() + at + array * kCount;
+        all.insert(all.end(), from, from + kCount);
+    }
+    return all;
 }
 
 // What a step must hold, from the data set alone.
@@ -79,9 +88,9 @@ struct Expected {
 
 void expect_step(const PreparedStep& prepared, const Expected& expected, int step, float rate) {
     EXPECT_EQ(prepared.step, step);
-    EXPECT_EQ(copy_of(prepared.tokens), expected.tokens) << step;
-    EXPECT_EQ(copy_of(prepared.targets), expected.targets) << step;
-    EXPECT_EQ(copy_of(prepared.order), expected.order) << step;
+    EXPECT_EQ(copy_of(prepared, kTokens), expected.tokens) << step;
+    EXPECT_EQ(copy_of(prepared, kTargets), expected.targets) << step;
+    EXPECT_EQ(copy_of(prepared, kOrder), expected.order) << step;
     EXPECT_EQ(prepared.inputs[0].step, static_cast<uint32_t>(step));
     EXPECT_EQ(prepared.inputs[0].learning_rate, rate);
 }
@@ -105,7 +114,7 @@ TEST_F(Pipeline, RanksTogetherHoldTheStepOfOneRank) {
         for (int step = 0; step < 10; ++step) {
             std::vector<int> tokens;
             for (auto& rank : ranks) {
-                const std::vector<int> mine = copy_of(rank->acquire(step).tokens);
+                const std::vector<int> mine = copy_of(rank->acquire(step), kTokens);
                 tokens.insert(tokens.end(), mine.begin(), mine.end());
                 rank->release();
             }
@@ -138,12 +147,14 @@ TEST_F(Pipeline, SingleBatchRepeatsTheFirstMicroBatch) {
     InputPipeline pipeline(*data_, single, rate);
     for (int step = 3; step < 9; ++step) {
         const PreparedStep& prepared = pipeline.acquire(step);
-        for (size_t a = 0; a < 2; ++a) {
-            for (size_t i = 0; i < kB * kT; ++i) {
-                ASSERT_EQ(prepared.tokens[a * kB * kT + i], first.tokens[i]);
-                ASSERT_EQ(prepared.targets[a * kB * kT + i], first.targets[i]);
-                ASSERT_EQ(prepared.order[a * kB * kT + i], first.order[i]);
-            }
+        const std::vector<int> tokens = copy_of(prepared, kTokens);
+        const std::vector<int> targets = copy_of(prepared, kTargets);
+        const std::vector<int> order = copy_of(prepared, kOrder);
+        ASSERT_EQ(tokens.size(), 2u * kB * kT);
+        for (size_t i = 0; i < tokens.size(); ++i) {
+            ASSERT_EQ(tokens[i], first.tokens[i % (kB * kT)]);
+            ASSERT_EQ(targets[i], first.targets[i % (kB * kT)]);
+            ASSERT_EQ(order[i], first.order[i % (kB * kT)]);
         }
         EXPECT_EQ(prepared.inputs[0].step, static_cast<uint32_t>(step));
         EXPECT_EQ(prepared.inputs[0].learning_rate, rate(step));
