@@ -26,13 +26,21 @@ inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
 
 #ifndef LLMC_CPU
 // What `queue()` queues on `stream`, as a graph that is ready to run; nothing runs yet. Throws Error when a
-// CUDA call fails.
+// CUDA call fails, and what `queue` throws; the stream is no longer capturing then.
 template <class Queue>
 cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
     // Other threads go on allocating page-locked memory and asking for events.
     cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    queue();
     cudaGraph_t graph = nullptr;
+    try {
+        queue();
+    } catch (...) {
+        // The first error counts: these calls only clean up, and fail when it was CUDA's.
+        cudaStreamEndCapture(stream, &graph);
+        if (graph != nullptr) cudaGraphDestroy(graph);
+        cudaGetLastError();
+        throw;
+    }
     cuda_check(cudaStreamEndCapture(stream, &graph));
     cudaGraphExec_t ready = nullptr;
     const cudaError_t status = cudaGraphInstantiate(&ready, graph, 0);
