@@ -248,7 +248,7 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
     matmul_backward_weight(g.at(Param::attprojw, l), no_bias, a.dresidual, a.atty, a.scratch, rows,
                            C, C, accumulate, stream);
     matmul_backward_input(a.projection, a.dresidual, w.at(Param::attprojw, l), rows, C, C, stream);
-    attention_backward(dqkv, a.projection, a.qkv, a.atty, a.att_lse, a.scratch, B, T, C,
+    attention_backward(dqkv, a.projection, a.qkv, a.atty, a.att_lse, a.attention_scratch, B, T, C,
                        model->config.num_heads, stream);
     if (model->recompute >= 2) {
         layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.at(Param::ln1w, l),

@@ -44,6 +44,8 @@ struct Activations {
     floatX* projection;  // (B,T,C)     forward: a projection's output; backward: a gradient
     floatX* dresidual;   // (B,T,C)     gradient of the residual stream
     unsigned char* scratch;  // of the launchers
+    // Of attention's backward pass: in logits, behind dqkv, or scratch.
+    unsigned char* attention_scratch;
 };
 
 // Tokens of one micro-batch in device memory.

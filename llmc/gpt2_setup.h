@@ -70,14 +70,30 @@ inline std::vector<TensorGroup> tensor_groups(const GPT2& model,
 
 namespace detail {
 
+// Elements of the buffer of the logits, whose later guests are gradients (B,T,4C) and (B,T,3C).
+inline size_t logits_elements(const GPT2& model) {
+    const size_t rows = static_cast<size_t>(model.batch) * model.sequence;
+    return rows * std::max<size_t>(model.config.padded_vocab_size, 4 * model.config.channels);
+}
+
+// Where the scratch of attention's backward pass begins in that buffer, in elements: behind dqkv
+// (B,T,3C), 256-byte aligned; 0 when the rest is too short for it. cuDNN asks for (B,NH,T,T) elements.
+inline size_t attention_scratch_in_logits(const GPT2& model) {
+    constexpr size_t kAlignment = 256 / sizeof(floatX);
+    const int B = model.batch, T = model.sequence, C = model.config.channels;
+    const size_t dqkv = static_cast<size_t>(B) * T * 3 * C;
+    const size_t begin = (dqkv + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t end =
+        begin * sizeof(floatX) + attention_backward_scratch_bytes(B, T, C, model.config.num_heads);
+    return end <= logits_elements(model) * sizeof(floatX) ? begin : 0;
+}
+
 inline void plan_activations(GPT2* model) {
     const size_t rows = static_cast<size_t>(model->batch) * model->sequence;
     const size_t C = model->config.channels, L = model->config.num_layers;
     const size_t per_head = rows * model->config.num_heads;
     const size_t kept_gelu = model->recompute >= 1 ? 1 : L;
     const size_t kept_norm = model->recompute >= 2 ? 1 : L;
-    const size_t widest = std::max<size_t>(model->config.padded_vocab_size,
-                                           4 * C);  // gradients (B,T,4C) go there too
     Activations& a = model->acts;
     MemoryPlan& memory = model->memory;
     const char* what = "activations";
@@ -98,16 +114,17 @@ inline void plan_activations(GPT2* model) {
     memory.add(what, "fch_gelu", &a.fch_gelu, kept_gelu * rows * 4 * C);
     memory.add(what, "residual3", &a.residual3, L * rows * C);
     memory.add(what, "lnf", &a.lnf, rows * C);
-    memory.add(what, "logits and their gradient", &a.logits, rows * widest);
+    memory.add(what, "logits and their gradient", &a.logits, logits_elements(*model));
     memory.add(what, "losses", &a.losses, rows);
     memory.add(what, "projection", &a.projection, rows * C);
     memory.add(what, "dresidual", &a.dresidual, rows * C);
 }
 
-// The largest scratch that a launcher asks for at this model's shapes.
+// The largest scratch that a launcher asks for at this model's shapes, but for what lies elsewhere.
 inline size_t scratch_bytes(const GPT2& model) {
     const int B = model.batch, T = model.sequence, C = model.config.channels;
     const int NH = model.config.num_heads, rows = B * T;
+    const bool apart = attention_scratch_in_logits(model) == 0;
     size_t forward = attention_forward_scratch_bytes(B, T, C, NH);
     for (int used = 1; used <= std::min(model.longest_sample, T); used += kSampleStep) {
         const int padded = padded_sample_length(used, T);
@@ -120,7 +137,7 @@ inline size_t scratch_bytes(const GPT2& model) {
                      matmul_backward_weight_scratch_bytes(rows, 4 * C, C),
                      matmul_backward_weight_scratch_bytes(rows, C, 3 * C),
                      matmul_backward_weight_scratch_bytes(rows, C, C),
-                     attention_backward_scratch_bytes(B, T, C, NH),
+                     apart ? attention_backward_scratch_bytes(B, T, C, NH) : 0,
                      global_norm_chunks_scratch_bytes(model.num_chunks, model.max_chunk)});
 }
 
@@ -283,6 +300,10 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     // LLMC_POISON fills memory with NaN first, so that a test can show that nothing is read unwritten.
     const bool poison = std::getenv("LLMC_POISON") != nullptr;
     model->memory.allocate(poison ? 0xff : -1);
+    Activations& acts = model->acts;
+    const size_t in_logits = detail::attention_scratch_in_logits(*model);
+    acts.attention_scratch =
+        in_logits > 0 ? reinterpret_cast<unsigned char*>(acts.logits + in_logits) : acts.scratch;
     for (ParamTensors<float>* state : {&model->m, &model->v, &model->master}) {
         state->layout = &model->state_layout;
     }
