@@ -1,14 +1,17 @@
 // `make tune`: measures which of cuBLASLt's algorithms is the fastest for each matrix product of the
 // usual models, and writes the table that the trainer is compiled with (llmc/matmul_table.h).
 //
-// For each product the heuristic is asked for its candidates with the trainer's own limits. They run
-// in turns on random data, are dropped as they fall behind, and what is left is ordered by the median
-// time. The fastest ones are then checked: the same bits in every run, whatever the workspace holds
+// For each product the heuristic is asked for its candidates with the trainer's own limits, and their
+// neighbours, which it does not name, are tried too. They run in turns on random data, are dropped as
+// they fall behind, and what is left is ordered by the median time. Long products put a GPU at its
+// power limit, where the one that needs less energy runs at a higher clock: of these the best ones run
+// once more, each for a while without a pause, and those times decide. The fastest ones are checked: the same bits in every run, whatever the workspace holds
 // and wherever it lies; the numbers of the heuristic's first; and on whole numbers, where every sum
 // is exact, the one right rounding. Products go by their share of a training step, the longest first,
 // and the table is written after each, so that a run that is stopped is worth what it has done.
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -17,6 +20,7 @@
 #include <numeric>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,14 +38,22 @@ constexpr const char* kUsage =
     "  --out FILE          the table to write (default llmc/matmul_algorithms.inc)\n"
     "  --seconds S         start no product after S seconds (default 120)\n"
     "  --candidates N      ask the heuristic for N algorithms (default 32)\n"
+    "  --neighbours 0|1    try other settings of its algorithms, too (default 1)\n"
+    "  --sustained MS      run the best ones of a long product MS milliseconds each without a "
+    "pause,\n"
+    "                      as the GPU's power limit has it (default 300; 0: do not)\n"
     "  --model NAME:B[:T]  tune the products of this model at this batch, T tokens long (default\n"
     "                      1024); may be repeated (default d12:64 d12:4 d24:32 d48:16)\n"
-    "  --missing           leave out the products that the table already has\n";
+    "  --missing           leave out the products that the table already has\n"
+    "  --verbose           print both times of the best ones\n";
 
 struct Arguments {
     std::string out = "llmc/matmul_algorithms.inc";
     double seconds = 120.0;
     int candidates = 32;
+    bool neighbours = true;
+    int sustained_ms = 300;
+    bool verbose = false;
     std::vector<std::string> models;
     bool missing = false;
 };
@@ -67,13 +79,17 @@ double now() {
 
 // ---- arguments ----
 
-int positive(const std::string& what, const std::string& text) {
+int whole_number(const std::string& what, const std::string& text, int least, int most) {
     char* end = nullptr;
     const long value = std::strtol(text.c_str(), &end, 10);
-    if (text.empty() || *end != '\0' || value < 1 || value > 1 << 20) {
-        throw Error(what + " " + text + ": must be a whole number from 1 to 1048576");
+    if (text.empty() || *end != '\0' || value < least || value > most) {
+        throw Error(format("%s %s: must be a whole number from %d to %d", what.c_str(),
+                           text.c_str(), least, most));
     }
     return static_cast<int>(value);
+}
+int positive(const std::string& what, const std::string& text) {
+    return whole_number(what, text, 1, 1 << 20);
 }
 
 Arguments parse_arguments(int argc, char** argv) {
@@ -84,8 +100,8 @@ Arguments parse_arguments(int argc, char** argv) {
             std::printf("%s", kUsage);
             std::exit(0);
         }
-        if (flag == "--missing") {
-            arguments.missing = true;
+        if (flag == "--missing" || flag == "--verbose") {
+            (flag == "--missing" ? arguments.missing : arguments.verbose) = true;
             continue;
         }
         if (i + 1 == argc) throw Error(flag + ": unknown, or its value is missing; see --help");
@@ -96,6 +112,10 @@ Arguments parse_arguments(int argc, char** argv) {
             arguments.seconds = positive(flag, value);
         } else if (flag == "--candidates") {
             arguments.candidates = positive(flag, value);
+        } else if (flag == "--neighbours") {
+            arguments.neighbours = whole_number(flag, value, 0, 1) == 1;
+        } else if (flag == "--sustained") {
+            arguments.sustained_ms = whole_number(flag, value, 0, 10000);
         } else if (flag == "--model") {
             arguments.models.push_back(value);
         } else {
@@ -201,12 +221,18 @@ struct Candidate {
     size_t workspace;
     int number;  // in the heuristic's order, from 0
     bool running = true;
-    std::vector<double> times{};  // microseconds
+    std::vector<double> times{};      // microseconds
+    std::vector<double> sustained{};  // microseconds, at the power limit; may be empty
 
     double median() const {
         std::vector<double> sorted = times;
         std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
         return sorted[sorted.size() / 2];
+    }
+    // What decides: the mean of the sustained times, if there are any.
+    double time() const {
+        if (sustained.empty()) return median();
+        return std::accumulate(sustained.begin(), sustained.end(), 0.0) / sustained.size();
     }
 };
 
@@ -237,16 +263,33 @@ class Stopwatch {
           starts_(candidates.size()),
           ends_(candidates.size()) {}
 
-    // Fills the candidates' times; the first of them is never dropped.
-    void run() {
+    // Fills the candidates' times; the first of them is never dropped, and neither are those that take
+    // up to `margin` longer than the fastest.
+    void run(double margin) {
         screen();
-        constexpr int kRounds = 30, kLeastRounds = 3;
+        constexpr int kRounds = 20, kLeastRounds = 3;
         for (int round = 1; round <= kRounds; ++round) {
             if (round > kLeastRounds && now() > deadline_) break;
             measure_all();
             if (round == 2) drop_slower_than(1.25);
-            if (round == 5) drop_slower_than(1.06);
-            if (round == 10) drop_slower_than(1.03);
+            if (round == 5) drop_slower_than(1.03 + margin);
+            if (round == 10) drop_slower_than(1.0 + margin);
+        }
+    }
+
+    // Runs each of `candidates` for `ms` milliseconds without a pause, in turns, and adds to its
+    // sustained times. The first third of such a run has no part in its time: until then the clock is
+    // what the one before has left.
+    void run_sustained(std::vector<Candidate*> candidates, int ms) {
+        std::shuffle(candidates.begin(), candidates.end(), shuffle_);
+        if (!candidates.empty()) repeat_for(*candidates[0], ms);  // for the one that comes first
+        for (Candidate* candidate : candidates) {
+            repeat_for(*candidate, ms / 3);
+            starts_[0].record();
+            const int times = repeat_for(*candidate, ms - ms / 3);
+            ends_[0].record();
+            cuda_check(cudaDeviceSynchronize());
+            candidate->sustained.push_back(ends_[0].microseconds_since(starts_[0]) / times);
         }
     }
 
@@ -283,6 +326,16 @@ class Stopwatch {
         constexpr double kLeastMicroseconds = 250.0;
         repeats_ = std::clamp(static_cast<int>(kLeastMicroseconds / fastest), 1, 8);
         wait_ = fastest < 60.0;
+    }
+
+    // Queues a candidate as often as fits into `ms` milliseconds, and returns how often.
+    int repeat_for(const Candidate& candidate, int ms) {
+        const int times = static_cast<int>(1e3 * ms / candidate.median()) + 1;
+        for (int i = 0; i < times; ++i) {
+            copy_ = (copy_ + 1) % bench_.copies();
+            cublas_check(bench_.launch(candidate.algorithm, copy_));
+        }
+        return times;
     }
 
     void measure_all() {
@@ -344,12 +397,25 @@ bool same(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
     return std::equal(std::begin(a.data), std::end(a.data), std::begin(b.data));
 }
 
+template <class T>
+T config_of(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
+    T value{};
+    size_t written = 0;
+    cublas_check(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value, sizeof(value),
+                                                      &written));
+    return value;
+}
+
+template <class T>
+bool set_config(cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+                const T& value) {
+    return cublasLtMatmulAlgoConfigSetAttribute(algorithm, attribute, &value, sizeof(value)) ==
+           CUBLAS_STATUS_SUCCESS;
+}
+
 // Whether sums in parts, if there are any, are added up in fp32 and in a fixed order.
 bool reduces_in_order(const cublasLtMatmulAlgo_t& algorithm) {
-    uint32_t scheme = 0;
-    size_t written = 0;
-    cublas_check(cublasLtMatmulAlgoConfigGetAttribute(
-        &algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof(scheme), &written));
+    const auto scheme = config_of<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME);
     return scheme == CUBLASLT_REDUCTION_SCHEME_NONE ||
            scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 }
@@ -386,11 +452,107 @@ std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int
     return candidates;
 }
 
+// The tiles that an algorithm knows of.
+std::vector<uint32_t> tiles_of(const cublasLtMatmulAlgo_t& algorithm) {
+    size_t bytes = 0;
+    const auto get = [&](void* to, size_t size) {
+        return cublasLtMatmulAlgoCapGetAttribute(&algorithm, CUBLASLT_ALGO_CAP_TILE_IDS, to, size,
+                                                 &bytes);
+    };
+    if (get(nullptr, 0) != CUBLAS_STATUS_SUCCESS) return {};
+    std::vector<uint32_t> tiles(bytes / sizeof(uint32_t));
+    if (tiles.empty() || get(tiles.data(), bytes) != CUBLAS_STATUS_SUCCESS) return {};
+    return tiles;
+}
+
+// Adds to the candidates what the library says runs, too, though the heuristic does not name it:
+// those with another cluster or custom option, then those with another tile. Products in parts are
+// cut into as many as the heuristic names.
+class Neighbours {
+  public:
+    Neighbours(CublasLt& lt, const Workbench& bench, std::vector<Candidate>* candidates)
+        : lt_(lt), product_(bench.product()), candidates_(candidates) {
+        for (const Candidate& candidate : *candidates) is_new(candidate.algorithm);
+    }
+
+    void add() {
+        const std::vector<Candidate> named = *candidates_;
+        for (const Candidate& base : named) {
+            if (!has_clusters(base.algorithm)) continue;
+            const auto tile = config_of<uint32_t>(base.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID);
+            add_with_tile(base.algorithm, tile,
+                          {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
+                           CUBLASLT_CLUSTER_SHAPE_1x2x1, CUBLASLT_CLUSTER_SHAPE_2x2x1,
+                           CUBLASLT_CLUSTER_SHAPE_4x1x1, CUBLASLT_CLUSTER_SHAPE_1x4x1});
+        }
+        std::set<int> done;  // of each algorithm once
+        for (const Candidate& base : named) {
+            if (!has_clusters(base.algorithm) ||
+                !done.insert(config_of<int32_t>(base.algorithm, CUBLASLT_ALGO_CONFIG_ID)).second) {
+                continue;
+            }
+            for (const uint32_t tile : tiles_of(base.algorithm)) {
+                add_with_tile(base.algorithm, tile,
+                              {CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1});
+            }
+        }
+    }
+
+  private:
+    static bool has_clusters(const cublasLtMatmulAlgo_t& algorithm) {
+        return config_of<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) !=
+               CUBLASLT_CLUSTER_SHAPE_AUTO;
+    }
+
+    bool is_new(const cublasLtMatmulAlgo_t& algorithm) {
+        std::array<uint64_t, 8> words;
+        std::copy(std::begin(algorithm.data), std::end(algorithm.data), words.begin());
+        return known_.insert(words).second;
+    }
+
+    void add_with_tile(const cublasLtMatmulAlgo_t& base, uint32_t tile,
+                       const std::vector<uint16_t>& clusters) {
+        constexpr uint32_t kMostOptions = 16;
+        uint32_t most = 0;
+        size_t written = 0;
+        cublas_check(cublasLtMatmulAlgoCapGetAttribute(&base, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX,
+                                                       &most, sizeof(most), &written));
+        for (const uint16_t cluster : clusters) {
+            for (uint32_t option = 0; option <= std::min(most, kMostOptions - 1); ++option) {
+                cublasLtMatmulAlgo_t other = base;
+                if (set_config(&other, CUBLASLT_ALGO_CONFIG_TILE_ID, tile) &&
+                    set_config(&other, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster) &&
+                    set_config(&other, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option)) {
+                    add_if_it_runs(other);
+                }
+            }
+        }
+    }
+
+    void add_if_it_runs(const cublasLtMatmulAlgo_t& algorithm) {
+        if (!is_new(algorithm)) return;
+        cublasLtMatmulHeuristicResult_t result{};
+        const cublasStatus_t status =
+            cublasLtMatmulAlgoCheck(lt_.handle, product_.desc, product_.a, product_.b, product_.d,
+                                    product_.d, &algorithm, &result);
+        if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > CublasLt::kWorkspaceBytes) {
+            return;
+        }
+        candidates_->push_back(
+            {algorithm, result.workspaceSize, static_cast<int>(candidates_->size())});
+    }
+
+    CublasLt& lt_;
+    const Product& product_;
+    std::vector<Candidate>* candidates_;
+    std::set<std::array<uint64_t, 8>> known_;
+};
+
 // ---- one product ----
 
 // The fastest of the candidates that were timed to the end, and the first; what they compute is held
 // against the first. Why one is not right goes to `notes`.
-std::vector<Measured> check(Workbench& bench, const std::vector<const Candidate*>& candidates,
+std::vector<Measured> check(Workbench& bench, const std::vector<Candidate*>& candidates,
                             std::string* notes) {
     constexpr int kRuns = 4;
     std::vector<Measured> measured;
@@ -402,7 +564,7 @@ std::vector<Measured> check(Workbench& bench, const std::vector<const Candidate*
         *notes += format("    candidate %d: %s\n", candidate.number, what.c_str());
     };
     for (const Candidate* candidate : candidates) {
-        Measured m{candidate->median(), true, true, candidate->number == 0};
+        Measured m{candidate->time(), true, true, candidate->number == 0};
         bench.run(candidate->algorithm);
         const double error = bench.compare(reference).second;
         if (!(error <= bench.bound())) {
@@ -445,7 +607,39 @@ int copies_of(const ProductKey& key) {
     return std::clamp(static_cast<int>(4.0 * cache / Workbench::bytes(key)), 1, 8);
 }
 
-Outcome tune(CublasLt& lt, const Work& work, int count, double deadline) {
+// Times the candidates; the first of them, whatever its time, and then the fastest, in order.
+std::vector<Candidate*> fastest_of(Workbench& bench, std::vector<Candidate>& candidates,
+                                   const Arguments& arguments, double deadline) {
+    Stopwatch stopwatch(bench, candidates, deadline);
+    const int ms = arguments.sustained_ms;
+    stopwatch.run(ms > 0 ? 0.08 : 0.03);
+    std::vector<Candidate*> running;
+    for (Candidate& candidate : candidates) {
+        if (candidate.running) running.push_back(&candidate);
+    }
+    const auto keep_fastest = [&](size_t most) {
+        std::sort(running.begin() + 1, running.end(),
+                  [](const Candidate* a, const Candidate* b) { return a->time() < b->time(); });
+        if (running.size() > most) running.resize(most);
+    };
+    constexpr size_t kTried = 16, kFinalists = 6;
+    keep_fastest(kTried);
+    // Shorter ones stand between launches of other kinds, which leave room below the power limit.
+    constexpr double kLongMicroseconds = 100.0;
+    const double fastest = std::min(running[0]->median(), running[running.size() > 1]->median());
+    if (ms == 0 || fastest < kLongMicroseconds) {
+        keep_fastest(kFinalists);
+        return running;
+    }
+    stopwatch.run_sustained(running, ms / 2);
+    keep_fastest(kFinalists);
+    for (Candidate* candidate : running) candidate->sustained.clear();
+    for (int pass = 0; pass < 2; ++pass) stopwatch.run_sustained(running, ms);
+    keep_fastest(kFinalists);
+    return running;
+}
+
+Outcome tune(CublasLt& lt, const Work& work, const Arguments& arguments, double deadline) {
     Outcome outcome;
     const int copies = copies_of(work.key);
     size_t free_bytes = 0, total_bytes = 0;
@@ -455,23 +649,20 @@ Outcome tune(CublasLt& lt, const Work& work, int count, double deadline) {
         return outcome;
     }
     Workbench bench(lt, work.key, copies);
-    std::vector<Candidate> candidates = find_candidates(lt, bench, count);
+    std::vector<Candidate> candidates = find_candidates(lt, bench, arguments.candidates);
     if (candidates.empty()) {
         outcome.text = "the library has no algorithm";
         return outcome;
     }
+    if (arguments.neighbours) Neighbours(lt, bench, &candidates).add();
     bench.fill(false);
-    Stopwatch(bench, candidates, deadline).run();
-
-    std::vector<const Candidate*> finalists;
-    for (const Candidate& candidate : candidates) {
-        if (candidate.running) finalists.push_back(&candidate);
+    const std::vector<Candidate*> finalists = fastest_of(bench, candidates, arguments, deadline);
+    if (arguments.verbose) {
+        for (const Candidate* candidate : finalists) {
+            outcome.notes += format("    candidate %3d: %8.1f us apart, %8.1f us without a pause\n",
+                                    candidate->number, candidate->median(), candidate->time());
+        }
     }
-    // The first stands in front, whatever its time.
-    std::sort(finalists.begin() + 1, finalists.end(),
-              [](const Candidate* a, const Candidate* b) { return a->median() < b->median(); });
-    constexpr size_t kFinalists = 7;
-    if (finalists.size() > kFinalists) finalists.resize(kFinalists);
     const std::vector<Measured> measured = check(bench, finalists, &outcome.notes);
     const std::optional<size_t> chosen = choose(measured);
     if (!chosen) {
@@ -479,26 +670,26 @@ Outcome tune(CublasLt& lt, const Work& work, int count, double deadline) {
         return outcome;
     }
     const Candidate& best = *finalists[*chosen];
-    const double first = finalists[0]->median();
+    const double first = finalists[0]->time();
     TunedProduct row{lt.gpu, cublasLtGetVersion(), product_name(work.key),
-                     {},     best.workspace,       best.median(),
+                     {},     best.workspace,       best.time(),
                      first};
     std::copy(std::begin(best.algorithm.data), std::end(best.algorithm.data),
               row.algorithm.begin());
     outcome.row = row;
     const bool once = measured[*chosen].rounds_once, first_once = measured[0].rounds_once;
-    outcome.text =
-        format("%9.1f %9.1f %6.1f%% %8.0f  %2d of %2zu%s", first, best.median(),
-               100.0 * (first / best.median() - 1.0), flops(work.key) / best.median() * 1e-6,
-               best.number, candidates.size(), once ? "" : ", rounds twice");
+    outcome.text = format("%9.1f %9.1f %6.1f%% %8.0f  %2d of %2zu%s", first, best.time(),
+                          100.0 * (first / best.time() - 1.0), flops(work.key) / best.time() * 1e-6,
+                          best.number, candidates.size(), once ? "" : ", rounds twice");
     if (once != first_once) outcome.text += once ? " (the first: twice)" : " (the first: once)";
     return outcome;
 }
 
 // An error of one product does not end the others, unless it has broken the GPU's context.
-Outcome tune_or_say_why(CublasLt& lt, const Work& work, int count, double deadline) {
+Outcome tune_or_say_why(CublasLt& lt, const Work& work, const Arguments& arguments,
+                        double deadline) {
     try {
-        return tune(lt, work, count, deadline);
+        return tune(lt, work, arguments, deadline);
     } catch (const Error& error) {
         if (cudaDeviceSynchronize() != cudaSuccess) throw;
         cudaGetLastError();  // else the next launch would report it
@@ -575,7 +766,7 @@ void run(const Arguments& arguments) {
         constexpr double kLeastSeconds = 0.3;
         const double deadline =
             now() + std::max(kLeastSeconds, arguments.seconds * work.share / shares);
-        const Outcome outcome = tune_or_say_why(lt, work, arguments.candidates, deadline);
+        const Outcome outcome = tune_or_say_why(lt, work, arguments, deadline);
         std::printf("%s\n%s", outcome.text.c_str(), outcome.notes.c_str());
         std::fflush(stdout);
         if (!outcome.row) continue;
