@@ -149,15 +149,16 @@ class Peers {
     // One row for each rank.
     const std::vector<PeerInfo>& table() const { return table_; }
 
-    // Notes how far this rank has come, for the others' messages. Costs a few atomic stores. `name`
+    // Notes how far this rank has come, for the others' messages. Costs a few atomic stores. Steps
+    // count from 1; 0 is before the first one. `name`
     // says what the step is doing ("allgather of layer 4") and must live as long as the program: a
     // string literal, or one made at start. `collective` counts within the run or the step; among
     // ranks of one step a smaller one is behind.
     void progress(int64_t step, uint64_t collective, const char* name);
 
     // "" as long as all is well, else one line about the first failure that this rank heard of:
-    // "rank 3 died in step 12 (allgather of layer 4)", or "rank 2: " and that rank's own message.
-    // Cheap while there is none.
+    // "rank 3 died, last heard of in step 12 (allgather of layer 4)", or "rank 2: " and that rank's own
+    // message. Cheap while there is none.
     std::string failure() const;
     // Likewise, but waits up to `seconds` for a failure to be known: for a rank whose collective
     // has broken, which may learn of that sooner than of its cause.
@@ -180,7 +181,7 @@ class Peers {
     using MessageType = handshake::MessageType;
 
     struct Position {
-        int64_t step = -1;
+        int64_t step = 0;  // counted from 1
         uint64_t collective = 0;
         std::string name;
     };
@@ -225,7 +226,7 @@ class Peers {
 
     // progress() writes them in turn, so that own_position() reads one that is at rest.
     struct OwnPosition {
-        std::atomic<int64_t> step{-1};
+        std::atomic<int64_t> step{0};
         std::atomic<uint64_t> collective{0};
         std::atomic<const char*> name{""};
     };
@@ -308,7 +309,7 @@ inline Peers::Position Peers::own_position() const {
 }
 
 inline std::string Peers::position_text(const Position& position) {
-    std::string text = position.step < 0
+    std::string text = position.step < 1
                            ? "before the first step"
                            : format("in step %lld", static_cast<long long>(position.step));
     if (!position.name.empty()) text += " (" + position.name + ")";
@@ -375,7 +376,7 @@ inline std::string Peers::late(double limit_s) const {
         } else if (rank == self || age <= (rank == 0 ? patience : silence)) {
             alive.push_back(rank);
         } else {
-            silent[format("gave no sign of life for %.0f s, last ", age) +
+            silent[format("gave no sign of life for %.0f s, last heard of ", age) +
                    position_text(positions[rank])]
                 .push_back(static_cast<int>(rank));
         }
@@ -578,7 +579,9 @@ inline void Peers::lost(size_t link) {
     }
     if (row.has_left) return;
     const int rank = static_cast<int>(link);
-    fail(rank, format("rank %d died ", rank) + position_text(row.position), is_server());
+    // Where it was at its last heartbeat; it may have gone on since.
+    fail(rank, format("rank %d died, last heard of ", rank) + position_text(row.position),
+         is_server());
 }
 
 inline void Peers::take_requests() {

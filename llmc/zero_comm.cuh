@@ -134,7 +134,7 @@ struct CollectiveLog {
 
     Entry entries[kSize];
     uint64_t count = 0;
-    int64_t step = 0;  // the one that is being queued
+    int64_t step = 0;  // the one that is being queued, counted from 1
 };
 
 // ---- waits ----
@@ -146,10 +146,11 @@ struct CollectiveLog {
     std::string where = "at the start";
     if (config.log != nullptr) {
         const CollectiveLog::Entry* entry = config.log->oldest_unfinished();
-        if (entry == nullptr) {
-            where = format("in step %lld", static_cast<long long>(config.log->step));
-        } else {
-            where = format("in step %lld, %s", static_cast<long long>(entry->step), entry->name);
+        const int64_t step = entry == nullptr ? config.log->step : entry->step;
+        where = step < 1 ? "before the first step"
+                         : format("in step %lld", static_cast<long long>(step));
+        if (entry != nullptr) {
+            where += std::string(", ") + entry->name;
             if (entry->index >= 0) where += format(", group %d", entry->index);
         }
     }

@@ -110,7 +110,7 @@ TEST(ControlChannel, KilledRankIsKnownToAllAtOnce) {
     child.send(SIGKILL);
     for (const int rank : {0, 1}) {
         EXPECT_TRUE(happens_within(2, [&] { return !all[rank]->failure().empty(); }));
-        EXPECT_EQ(all[rank]->failure(), "rank 2 died " + place);
+        EXPECT_EQ(all[rank]->failure(), "rank 2 died, last heard of " + place);
     }
     close_all(&all);
 }
@@ -163,9 +163,11 @@ void expect_stopped_rank_is_found() {
         std::string late;
         EXPECT_TRUE(happens_within(10, [&] { return (late = all[rank]->late()) != all_well; }));
         EXPECT_EQ(late.find("rank 2 gave no sign of life for "), 0u) << late;
-        EXPECT_NE(late.find("last in step 12 (allgather of layer 4); ranks 0, 1 and 3 are in step "
-                            "12 (allgather of layer 4)"),
-                  std::string::npos)
+        EXPECT_NE(
+            late.find(
+                "last heard of in step 12 (allgather of layer 4); ranks 0, 1 and 3 are in step "
+                "12 (allgather of layer 4)"),
+            std::string::npos)
             << late;
         EXPECT_EQ(all[rank]->failure(), "");
     }
@@ -194,8 +196,10 @@ void expect_stopped_rank_zero_is_found() {
         return late.find("rank 0 gave no sign of life for ") == 0;
     })) << late;
     // Rank 2 may be well: nobody tells.
-    EXPECT_NE(late.find("last in step 12 (allgather of layer 4); rank 1 is in step 13 (forward)"),
-              std::string::npos)
+    EXPECT_NE(
+        late.find(
+            "last heard of in step 12 (allgather of layer 4); rank 1 is in step 13 (forward)"),
+        std::string::npos)
         << late;
     child.send(SIGKILL);
     close_all(&all);
@@ -316,7 +320,7 @@ TEST(ControlChannel, RankZeroKnowsOfADeathNoSoonerThanItHasToldTheOthers) {
     EXPECT_TRUE(happens_within(5, [&] { return !all[0]->failure().empty(); }));
     EXPECT_EQ(failures_sent, 1);
     delay_of_failures_ms = 0;
-    EXPECT_EQ(all[1]->wait_for_failure(5), "rank 2 died before the first step");
+    EXPECT_EQ(all[1]->wait_for_failure(5), "rank 2 died, last heard of before the first step");
     close_all(&all);
 }
 
@@ -378,7 +382,7 @@ TEST(ControlChannel, GarbageFromARankIsItsEnd) {
     ASSERT_TRUE(all[0] && all[1]);
     ASSERT_TRUE(net::send_all(socket, "garbage", 7, net::after(1)));
     for (const PeersPointer& peers : all) {
-        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died before the first step");
+        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died, last heard of before the first step");
     }
     close_all(&all);
 }
@@ -400,7 +404,7 @@ TEST(ControlChannel, RankThatDiesWhileTheOthersStartIsNoticed) {
     all.push_back(one.get().peers);
     ASSERT_TRUE(all[0] && all[1]);
     for (const PeersPointer& peers : all) {
-        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died before the first step");
+        EXPECT_EQ(peers->wait_for_failure(2), "rank 2 died, last heard of before the first step");
     }
     close_all(&all);
 }
