@@ -39,6 +39,7 @@
 #include "llmc/net.h"
 #include "llmc/peers.h"
 #include "llmc/printable.h"
+#include "llmc/stop_signal.h"
 
 namespace llmc {
 
@@ -290,7 +291,7 @@ inline void withdraw_id(const std::string& folder, const std::string& job_token,
 }
 
 // Rank 0's whole part: publishes the id, waits as PeerServer::wait_for_all does, and removes the
-// file, also on an Error.
+// file, also on an Error and when a signal ends this process (within a second).
 inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std::string& folder,
                                                    const std::string& job_token,
                                                    const PeerInfo& self,
@@ -304,9 +305,14 @@ inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std
     };
     const std::optional<SharedId> older = read_id(folder, job_token);
     if (older && id_file::is_alive(*older, job_token)) id_file::fail_as_second(folder, *older);
+    const HeldSignals signals;  // goes after the file
     publish_id(folder, job_token, *server, id);
     const Withdraw at_the_end{folder, job_token, *server};
     return server->wait_for_all(self, id, limit_s, [&] {
+        if (signals.held() != 0) {
+            throw Error(std::string(stop_signal_name(signals.held())) +
+                        " came before the other ranks");
+        }
         const std::optional<SharedId> shared = read_id(folder, job_token);
         if (shared && shared->server_token == server->token()) return;
         // Both started at the same moment, and neither saw the other.

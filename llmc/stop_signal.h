@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstddef>
 
 namespace llmc {
 
@@ -34,6 +35,37 @@ inline void install_stop_signals() {
         if (signal != SIGHUP || old.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
     }
 }
+
+// While one lives, a signal that would end this process is noted, and ends it when the object goes: what
+// was destroyed before has been cleaned up by then. One at a time.
+class HeldSignals {
+  public:
+    HeldSignals() {
+        held_ = 0;
+        struct sigaction action {};
+        action.sa_handler = [](int signal) { held_ = signal; };
+        action.sa_flags = SA_RESTART;
+        for (size_t i = 0; i < kCount; ++i) {
+            sigaction(kSignals[i], nullptr, &before_[i]);
+            if (before_[i].sa_handler != SIG_IGN) sigaction(kSignals[i], &action, nullptr);
+        }
+    }
+    HeldSignals(const HeldSignals&) = delete;
+    HeldSignals& operator=(const HeldSignals&) = delete;
+    ~HeldSignals() {
+        for (size_t i = 0; i < kCount; ++i) sigaction(kSignals[i], &before_[i], nullptr);
+        if (held_ != 0) std::raise(held_);
+    }
+
+    // The signal noted, or 0.
+    int held() const { return held_; }
+
+  private:
+    static constexpr int kSignals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1};
+    static constexpr size_t kCount = sizeof(kSignals) / sizeof(kSignals[0]);
+    static inline std::atomic<int> held_{0};
+    struct sigaction before_[kCount];
+};
 
 // Number of the signal that asked to stop, or 0.
 inline int stop_requested() {
