@@ -360,6 +360,8 @@ class Joining {
     double limit_s() const { return limit_s_; }
     // Why the last attempt failed.
     const std::string& reason() const { return reason_; }
+    // The last attempt was taken by something that did not behave as rank 0 does.
+    bool met_stranger() const { return met_stranger_; }
 
     // Connects to one endpoint and stays until the start. `server_token` 0 takes any rank 0. Returns
     // nothing when rank 0 is not there (yet), or not there any more. Error when rank 0 refuses, or
@@ -372,6 +374,7 @@ class Joining {
         is_known_ = false;
         net::Socket socket =
             net::connect_to(endpoint, std::min(deadline_, net::after(kConnectSeconds)), &reason_);
+        met_stranger_ = static_cast<bool>(socket);
         if (!socket) return nullptr;
         MessageLink link(std::move(socket));
         link.queue(hello(server_token));
@@ -436,6 +439,7 @@ class Joining {
         bool expected = message.size == self_.size;
         if (message.type == MessageType::kWaiting) {
             is_known_ = true;
+            met_stranger_ = false;
             missing_ = message.text;
         } else if (message.type == MessageType::kPeer) {
             expected = expected && static_cast<size_t>(message.rank) == table_.size();
@@ -471,6 +475,7 @@ class Joining {
     std::string reason_;
     std::string missing_;    // as rank 0 told last
     bool is_known_ = false;  // rank 0 has taken the hello
+    bool met_stranger_ = false;
     std::vector<PeerInfo> table_;
 };
 
@@ -530,6 +535,12 @@ inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where
         }
         pause.wait(joining.deadline());
     } while (!joining.is_over());
+    // With a server token the port is one that rank 0 was given by its system.
+    if (joining.met_stranger() && server_token == 0) {
+        reason +=
+            "; another program may be listening there (ss -ltnp shows it): give all ranks another "
+            "port, -pp";
+    }
     throw Error(begin + "rank 0 did not answer at " + places + " " + detail::within_limit(limit_s) +
                 ": " + reason);
 }
