@@ -264,6 +264,17 @@ inline const char* gelu_fusion_text(int level) {
     return level == 1 ? "in the forward product" : "in the forward and in the backward product";
 }
 
+// A flag's value as the run uses it, and as it was asked for where that is something else.
+inline std::string value_in_use(const Run& run, const Flag& flag) {
+    Options asked = run.options;
+    asked.num_processes = run.multi_gpu.num_processes;  // -pn's, or mpirun's
+    Options used = asked;
+    used.zero_stage = run.multi_gpu.zero_stage;
+    if (asked.gelu_fusion >= 0) used.gelu_fusion = run.model.gelu_fusion;
+    const std::string value = flag_value(used, flag), wish = flag_value(asked, flag);
+    return value == wish ? value : value + " (" + wish + " asked)";
+}
+
 inline void print_plan(const Run& run) {
     const Options& options = run.options;
     const ModelConfig& config = run.model.config;
@@ -272,7 +283,7 @@ inline void print_plan(const Run& run) {
     for (const Flag& flag : flag_table()) {
         if (flag.takes_value) {
             print_row(run, (std::string(flag.letters) + " " + flag.name).c_str(),
-                      flag_value(options, flag));
+                      value_in_use(run, flag));
         }
     }
     print0(run, "%s", rule.c_str());

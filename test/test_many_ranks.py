@@ -244,6 +244,7 @@ def test_sizes_that_eight_does_not_divide(
 def test_zero_stages_that_are_not_built(lab: Lab, bf16: Trainer, zero: int) -> None:
     run = lab.equal(bf16, 2, "fs", lab.args(8, {"-z": zero}))
     assert f"ZeRO stage {zero} is not supported: using stage 0" in run.first.stdout, f"{run}"
+    assert f"| -z zero_stage               | 0 ({zero} asked) " in run.first.stdout, "the table"
 
 
 # -------------------------------------------------------------------------------- hard numbers
