@@ -645,17 +645,22 @@ void print_hashes(Run& run) {
            hash(model.master));
 }
 
-// Ends a run that a signal asked to stop; returns the exit status.
+// Ends a run that a signal asked to stop; returns the exit status, which is the same on every rank.
 int stop_early(Run& run, int step) {
-    const int signal = stop_requested();
-    const char* name = signal != 0 ? stop_signal_name(signal) : "another rank's signal";
+    const int own = stop_requested();
+    const std::vector<int> signals =
+        multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "exchange of signals");
+    const auto first = std::find_if(signals.begin(), signals.end(), [](int s) { return s != 0; });
+    std::string name = stop_signal_name(*first);
+    if (signals.size() > 1) name += format(" to rank %td", first - signals.begin());
     if (run.options.output_dir.empty()) {
-        print0(run, "%s: stopped after %d steps; nothing is saved without -o\n", name, step);
-        return 128 + (signal != 0 ? signal : SIGTERM);
+        print0(run, "%s: stopped after %d steps; nothing is saved without -o\n", name.c_str(),
+               step);
+        return 128 + *first;
     }
     if (step > run.first_step) save(run, step);
     const char* next = step > 0 ? "-y 1 goes on from here" : "nothing to save yet";
-    print0(run, "%s: stopped after %d steps; %s\n", name, step, next);
+    print0(run, "%s: stopped after %d steps; %s\n", name.c_str(), step, next);
     return 0;
 }
 
@@ -731,27 +736,34 @@ int run_among_ranks(Run& run) {
     return status;
 }
 
+// An error that came before the ranks had met. mpirun gives all of them the same flags, so that all have
+// the same error as a rule: rank 0 prints it, ends, and mpirun ends the others, a second later. A rank
+// that is still there after three has an error of its own.
+[[noreturn]] void fail_unmet(const std::string& error) {
+    const int rank = started_by_mpirun() ? std::atoi(std::getenv("OMPI_COMM_WORLD_RANK")) : 0;
+    if (rank == 0) throw Error(error);
+    std::this_thread::sleep_for(std::chrono::seconds(3));
+    const std::string begin = format("rank %d: ", rank);
+    throw Error(error.compare(0, begin.size(), begin) == 0 ? error : begin + error);
+}
+
 int run_program(int argc, char** argv) {
     Run run;
     run.command_line.assign(argv, argv + argc);
     try {
         run.options = parse_options(argc, argv);
-    } catch (const Error&) {
-        // mpirun gives all ranks the same flags: one line about them is enough. It ends the others when
-        // the first is gone, so rank 0 comes first.
-        if (!started_by_mpirun() || std::atoi(std::getenv("OMPI_COMM_WORLD_RANK")) == 0) throw;
-        std::this_thread::sleep_for(std::chrono::seconds(1));
-        return 1;
+        if (run.options.help) {
+            std::printf("%s", help_text(argv[0]).c_str());
+            return 0;
+        }
+        if (run.options.version) {
+            std::printf("%s", version_text().c_str());
+            return 0;
+        }
+        return run_among_ranks(run);
+    } catch (const std::exception& error) {
+        fail_unmet(error.what());
     }
-    if (run.options.help) {
-        std::printf("%s", help_text(argv[0]).c_str());
-        return 0;
-    }
-    if (run.options.version) {
-        std::printf("%s", version_text().c_str());
-        return 0;
-    }
-    return run_among_ranks(run);
 }
 
 }  // namespace

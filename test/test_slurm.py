@@ -208,7 +208,7 @@ def test_the_time_limit_puts_the_job_back_into_the_queue(
     # What Slurm does some minutes before the limit, by the script's --signal=B:USR1@300.
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: job.field("Restarts") == "1" and not job.is_running_here())
-    (saved,) = re.findall(r"^SIGUSR1: stopped after (\d+) steps", job.text, re.MULTILINE)
+    (saved,) = re.findall(r"^SIGUSR1 to rank 0: stopped after (\d+) steps", job.text, re.MULTILINE)
     assert checkpoints(work.out)[-1] == int(saved) < 24, job.show()
     # Slurm would wait two minutes. A node refuses a job within the second in which it was ended.
     time.sleep(2)

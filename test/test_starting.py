@@ -226,8 +226,14 @@ def test_an_occupied_port_is_named_in_seconds(lab: Lab, bf16: Trainer) -> None:
         assert_all_refused(run, f"port {port} is in use")
         assert_in_time(run, 5)
         run = run_ranks(bf16, 2, "tcp", short(lab), lab.folder, init=init, env=SHORT, only=[1])
-        assert_all_refused(run, str(port))
+        assert_all_refused(run, f"{LOCALHOST}:{port}", "another program may be listening", "-pp")
         assert_in_time(run, INIT_LIMIT + 3)
+
+
+def test_no_other_program_is_blamed_where_nobody_listens(lab: Lab, bf16: Trainer) -> None:
+    run = run_ranks(bf16, 2, "tcp", short(lab), lab.folder, env=SHORT, only=[1])
+    assert_all_refused(run, "Connection refused")
+    assert "another program" not in run.error_text, f"{run}"
 
 
 @pytest.mark.parametrize("address, needle", [
@@ -364,6 +370,19 @@ def test_the_id_file_is_cleaned_up(lab: Lab, bf16: Trainer, tmp_path: Path) -> N
     run = run_ranks(bf16, 2, "fs", short(lab), lab.folder, init=["-pf", tmp_path], only=[0],
                     env=SHORT)
     assert_all_refused(run, "rank 1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_while_rank_0_waited_left_its_id_file(
+    lab: Lab, bf16: Trainer, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It ends rank 0 all the same."""
+    with Ranks(bf16, 2, "fs", short(lab), lab.folder, init=["-pf", tmp_path], only=[0]) as ranks:
+        ranks.wait_until((tmp_path / ID_FILE).exists)
+        ranks.signal(0, number)
+        run = ranks.wait(5)
+    assert run.statuses == [-number], f"{run}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -537,6 +556,27 @@ def test_flags_that_differ_between_ranks(
     assert not out.exists(), "written in spite of the error"
 
 
+@pytest.mark.parametrize("flag, value", [("-b", 0), ("-pn", 3)])
+def test_wrong_flags_of_all_ranks_are_said_once(
+    lab: Lab, bf16: Trainer, flag: str, value: int
+) -> None:
+    """By rank 0, whether the ranks have met MPI (-pn) or not."""
+    run = run_ranks(bf16, 4, "mpi", lab.args(8, {flag: value}), lab.folder)
+    assert_all_refused(run, f"{flag} {value}")
+    assert sorted(run.errors) == [0], f"{run}"
+
+
+@pytest.mark.parametrize("env", [{}, {"LLMC_INIT_TIMEOUT_S": "soon"}], ids=["flag", "environment"])
+def test_an_error_of_a_higher_rank_alone_was_not_said(lab: Lab, bf16: Trainer, env: dict) -> None:
+    def args(rank: int) -> list[object]:
+        return lab.args(8, {"-b": 0} if rank == 2 and not env else {})
+
+    run = run_ranks(bf16, 4, "mpi", args, lab.folder, env=lambda rank: env if rank == 2 else {})
+    assert_all_refused(run, "rank 2: LLMC_INIT_TIMEOUT_S=soon" if env else "rank 2: -b 0")
+    assert sorted(run.errors) == [2], f"{run}"
+    assert_in_time(run, 10)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["missing", "short", "bad token", "other length"])
 def test_data_that_one_rank_alone_sees_as_bad(
@@ -628,7 +668,7 @@ def test_kill_9_in_mid_step(lab: Lab, bf16: Trainer, way: str, victim: int, zero
         assert 0 not in run.statuses, f"{run}"
         return
     assert run.ranks.pop(victim).status == -signal.SIGKILL
-    assert_all_fail(run, f"rank {victim}", "step")
+    assert_all_fail(run, f"rank {victim} died, last heard of in step")
     for result in run.ranks.values():
         assert_says_who_and_where(result.stderr, victim)
 
@@ -754,6 +794,20 @@ def test_sigterm_without_an_output_folder(lab: Lab, bf16: Trainer) -> None:
         ranks.signal(1, signal.SIGTERM)
         run = ranks.wait(30)
     assert set(run.statuses) == {128 + signal.SIGTERM}, f"{run}"
+
+
+@pytest.mark.parametrize("with_output", [True, False], ids=["saved", "not saved"])
+def test_the_signal_of_another_rank_was_not_named(
+    lab: Lab, bf16: Trainer, tmp_path: Path, with_output: bool
+) -> None:
+    """And the status is that signal's on every rank."""
+    with Ranks(bf16, 4, "tcp", long_run(lab, tmp_path / "out" if with_output else None),
+               lab.folder) as ranks:
+        ranks.wait_for_step(2)
+        ranks.signal(2, signal.SIGINT)
+        run = ranks.wait(30)
+    assert "SIGINT to rank 2: stopped after" in run.first.stdout, f"{run}"
+    assert set(run.statuses) == {0 if with_output else 128 + signal.SIGINT}, f"{run}"
 
 
 def limit_files(kib: int) -> list[str]:
