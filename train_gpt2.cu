@@ -143,24 +143,24 @@ const ParamTensors<gradX>& gradients_of(const GPT2& model, const GradientTarget&
 }
 
 // Fault::fused_leaf: a slot goes on adding to what spare 0 held, in place of the node.
-void copy_gradients(const ParamTensors<gradX>& to, const ParamTensors<gradX>& from,
-                    cudaStream_t stream) {
-    cuda_check(cudaMemcpyAsync(to.base, from.base, to.layout->buffer_elements() * sizeof(gradX),
-                               cudaMemcpyDeviceToDevice, stream));
+void copy_gradients(GPT2* model, const ParamTensors<gradX>& to, const ParamTensors<gradX>& from) {
+    cuda_check(cudaMemcpyAsync(to.base, from.base, model->layout.buffer_elements() * sizeof(gradX),
+                               cudaMemcpyDeviceToDevice, model->main_stream));
 }
 
 // Adds up the tree's nodes for a range of tensors, given in the order of gradient_order().
-void add_tree_nodes(const GPT2& model, const std::vector<TreeNode>& nodes, size_t first,
-                    size_t count, size_t max_count, cudaStream_t stream) {
+void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t first, size_t count,
+                    size_t max_count) {
+    const size_t tensors = model->num_segments;
     for (const TreeNode& node : nodes) {
         if (planted_fault() == Fault::fused_leaf && node.left == 0) {
             if (node.out == kGradients) continue;
-            copy_gradients(model.spares[node.out], model.grads, stream);
+            copy_gradients(model, model->spares[node.out], model->grads);
             continue;
         }
         const size_t table = detail::tree_table(node.left, node.out != kGradients);
-        tree_add(model.tree_ranges + table * model.num_segments + first, static_cast<int>(count),
-                 max_count, stream);
+        tree_add(model->tree_ranges + table * tensors + first, static_cast<int>(count), max_count,
+                 model->main_stream);
     }
 }
 
@@ -184,8 +184,7 @@ void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& 
     constexpr size_t kLayer = 12, kOther = 2;
     if (!target.step_complete) return;
     planted_delay("LLMC_DELAY_MAIN_US", model->main_stream);
-    add_tree_nodes(*model, target.nodes, group.first, group.count, group.max_count,
-                   model->main_stream);
+    add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
     if (group.count == kLayer) {
         reduce_tensors<kLayer>(model, group.first, multi_gpu);
     } else {
@@ -264,24 +263,7 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
                        a.scratch, rows, C, true, accumulate, stream);
 }
 
-// The gradients of this micro-batch go where pending nodes read and write.
-void wait_for_pending_nodes(const GPT2& model, const GradientTarget& target) {
-    if (target.pending.empty() || planted_fault() == Fault::early_backward) return;
-    cuda_check(cudaStreamWaitEvent(model.main_stream, model.nodes_added, 0));
-}
-
 }  // namespace
-
-void gpt2_add_pending_nodes(GPT2* model, const GradientTarget& target) {
-    if (target.pending.empty()) return;
-    const ProfileRange phase("backward");
-    cudaStream_t stream = tree_on_main() ? model->main_stream : model->tree_stream;
-    cuda_check(cudaEventRecord(model->slot_complete, model->main_stream));
-    cuda_check(cudaStreamWaitEvent(stream, model->slot_complete, 0));
-    planted_delay("LLMC_DELAY_TREE_US", stream);
-    add_tree_nodes(*model, target.pending, 0, model->num_segments, model->max_tensor, stream);
-    cuda_check(cudaEventRecord(model->nodes_added, stream));
-}
 
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
                               MultiGpuConfig* multi_gpu) {
@@ -289,6 +271,7 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
     const ReductionPlan& plan = model->plan;
     const int B = model->batch, T = model->sequence, rows = B * T;
     const int C = model->config.channels, Vp = model->config.padded_vocab_size;
+    if (target.from_spare) copy_gradients(model, model->grads, model->spares[0]);
     const ParamTensors<gradX>& g = gradients_of(*model, target);
     const ParamTensors<floatX>& w = model->params;
     Activations& a = model->acts;
@@ -304,8 +287,6 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
                      true, stream);
     mean_loss(model->micro_loss, a.losses, rows, stream);
 
-    wait_for_pending_nodes(*model, target);
-    if (target.from_spare) copy_gradients(model->grads, model->spares[0], stream);
     gradX* no_bias = nullptr;
     matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
                            target.accumulate, stream);
@@ -324,6 +305,10 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
     encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
                      a.scratch, B, T, C, target.accumulate, stream);
     finish_group(model, target, model->groups.back(), multi_gpu);
+
+    if (!target.step_complete) {
+        add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
+    }
 }
 
 void gpt2_keep_loss(GPT2* model, int local, const MultiGpuConfig& multi_gpu) {
@@ -555,7 +540,6 @@ void micro_step(Run& run, int local) {
     };
     // Beside the target all is the same in every micro-step.
     run.micro_steps.run(of_this, model->main_stream, [=, &run](const GradientTarget& target) {
-        gpt2_add_pending_nodes(model, target);
         gpt2_forward(model, batch.inputs, model->batch, model->sequence);
         if (!uses_nccl(target)) gpt2_backward_and_reduce(model, batch, target, &run.multi_gpu);
     });

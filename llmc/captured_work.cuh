@@ -69,13 +69,11 @@ class CapturedWork {
 
     bool enabled = false;
 
-    // Calls `queue(key)`, which queues work on `stream` and does the same each time it is called with
-    // this `key`; or launches the graph of what it queued. The first time it runs as it is, since
-    // libraries choose and load kernels then; the second time it is captured. `queue` must not make the
-    // host wait or allocate. It may use another stream once that waits for an event recorded on `stream`,
-    // which then must wait for one recorded there after its last work; for events that others have
-    // recorded it waits with wait_flags. Throws Error when a CUDA call fails. On the CPU build it is
-    // always called.
+    // Calls `queue(key)`, which queues work on `stream` alone and does the same each time it is called
+    // with this `key`; or launches the graph of what it queued. The first time it runs as it is,
+    // since libraries choose and load kernels then; the second time it is captured. `queue` must not
+    // make the host wait, allocate, or touch other streams; of those it may wait for events with
+    // wait_flags. Throws Error when a CUDA call fails. On the CPU build it is always called.
     template <class Queue>
     void run(const Key& key, [[maybe_unused]] cudaStream_t stream, Queue&& queue) {
 #ifndef LLMC_CPU

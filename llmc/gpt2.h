@@ -113,11 +113,8 @@ struct GPT2 {
 
     cudaStream_t main_stream = nullptr;
     cudaStream_t copy_stream = nullptr;
-    cudaStream_t tree_stream = nullptr;   // for nodes of the tree beside a forward pass
-    cudaEvent_t slot_complete = nullptr;  // its gradients are there: its nodes may be added up
-    cudaEvent_t nodes_added = nullptr;    // and have been: gradients and spares may be written
-    cudaEvent_t decided = nullptr;        // loss, norm and skip of the step are in host_state
-    StepState* host_state = nullptr;      // page-locked
+    cudaEvent_t decided = nullptr;    // loss, norm and skip of the step are in host_state
+    StepState* host_state = nullptr;  // page-locked
     double* host_stop = nullptr;  // likewise: [0] this rank is asked to stop, [1] ranks that are
     std::vector<cudaEvent_t>
         gathered;  // by update group: its weights are whole again (ZeRO-1, N > 1)
@@ -140,9 +137,6 @@ void gpt2_token_losses(GPT2* model, const MicroBatch& batch, int B, int T);
 // Their mean, into *loss.
 void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss);
 
-// Starts adding up the target's pending nodes, beside main_stream: comes before the micro-batch's forward
-// pass. Its backward pass waits for them.
-void gpt2_add_pending_nodes(GPT2* model, const GradientTarget& target);
 // Backward pass of the micro-batch whose forward pass came just before, and its loss, into micro_loss.
 // Adds up gradients as `target` says and, as each layer's become final, reduces them.
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,

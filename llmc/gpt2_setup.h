@@ -330,16 +330,9 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     const StepState start = initial_step_state();
     cuda_check(cudaMemcpy(model->step_state, &start, sizeof(start), cudaMemcpyHostToDevice));
 
-    // What runs beside the main stream takes what that leaves; the default priority is the least.
-    int least = 0, greatest = 0;
-    cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    cuda_check(cudaStreamCreateWithPriority(&model->main_stream, cudaStreamNonBlocking,
-                                            std::max(greatest, least - 1)));
-    cuda_check(cudaStreamCreateWithPriority(&model->tree_stream, cudaStreamNonBlocking, least));
+    cuda_check(cudaStreamCreateWithFlags(&model->main_stream, cudaStreamNonBlocking));
     cuda_check(cudaStreamCreateWithFlags(&model->copy_stream, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&model->decided, &model->slot_complete, &model->nodes_added}) {
-        cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    }
+    cuda_check(cudaEventCreateWithFlags(&model->decided, cudaEventDisableTiming));
     cuda_check(cudaMallocHost(&model->host_state, sizeof(StepState)));
 #ifdef MULTI_GPU
     if (multi_gpu.exchange != nullptr) multi_gpu.exchange->open();
@@ -389,12 +382,9 @@ inline void gpt2_spread_junk(GPT2* model, const MultiGpuConfig& multi_gpu) {
 inline void gpt2_free(GPT2* model) {
     if (model->main_stream == nullptr) return;
     cudaDeviceSynchronize();
-    for (cudaEvent_t event : {model->decided, model->slot_complete, model->nodes_added}) {
-        cudaEventDestroy(event);
-    }
+    cudaEventDestroy(model->decided);
     cudaStreamDestroy(model->main_stream);
     cudaStreamDestroy(model->copy_stream);
-    cudaStreamDestroy(model->tree_stream);
     cudaFreeHost(model->host_state);
     cudaFreeHost(model->host_stop);
     for (cudaEvent_t event : model->gathered) cudaEventDestroy(event);

@@ -94,25 +94,21 @@ inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slo
     return nodes;
 }
 
-// Where one micro-batch's gradients go, and which nodes of the tree are added up before and after. Its
-// forward and backward pass are told nothing else of which micro-batch it is: its tokens are copied to one fixed place before,
+// Where one micro-batch's gradients go, and what follows once they are there. Its forward and backward
+// pass are told nothing else of which micro-batch it is: its tokens are copied to one fixed place before,
 // and its loss from one after. So equal targets are equal work, of which one graph is kept
-// (captured_work.cuh). A rank has few, however many its micro-batches: at most four without nodes, and one
+// (captured_work.cuh). A rank has few, however many its micro-batches: at most four before nodes, and one
 // for each level of its tree.
 struct GradientTarget {
-    int buffer = kGradients;     // kGradients, or the spare that is written
-    bool accumulate = false;     // add to what an earlier micro-batch of the slot left
-    bool step_complete = false;  // the rank's last micro-batch: reduce as gradients become final
-    bool from_spare = false;     // Fault::fused_leaf: the slot goes on from what spare 0 holds
-    // In order. Those after the slot before this one, which nobody needs before the first gradient of this
-    // micro-batch is written; never those of the rank's last micro-batch.
-    std::vector<TreeNode> pending;
-    std::vector<TreeNode>
-        nodes;  // those after the rank's last slot, for gradients as they become final
+    int buffer = kGradients;      // kGradients, or the spare that is written
+    bool accumulate = false;      // add to what an earlier micro-batch of the slot left
+    bool step_complete = false;   // the rank's last micro-batch: reduce as gradients become final
+    bool from_spare = false;      // Fault::fused_leaf: the slot goes on from what spare 0 holds
+    std::vector<TreeNode> nodes;  // to add up then, in order: the slot is complete
 
     friend bool operator<(const GradientTarget& a, const GradientTarget& b) {
-        return std::tie(a.buffer, a.accumulate, a.step_complete, a.from_spare, a.pending, a.nodes) <
-               std::tie(b.buffer, b.accumulate, b.step_complete, b.from_spare, b.pending, b.nodes);
+        return std::tie(a.buffer, a.accumulate, a.step_complete, a.from_spare, a.nodes) <
+               std::tie(b.buffer, b.accumulate, b.step_complete, b.from_spare, b.nodes);
     }
 };
 
@@ -124,8 +120,7 @@ inline GradientTarget gradient_target(const ReductionPlan& plan, int local) {
     target.from_spare = planted_fault() == Fault::fused_leaf && slot % 2 == 1 && place == 0;
     target.accumulate = place > 0 || target.from_spare;
     target.step_complete = local == plan.micro_per_rank() - 1;
-    if (place == 0 && slot > 0) target.pending = nodes_after_slot(plan, slot - 1);
-    if (target.step_complete) target.nodes = nodes_after_slot(plan, slot);
+    if (place == plan.micro_per_slot() - 1) target.nodes = nodes_after_slot(plan, slot);
     return target;
 }
 

@@ -5,8 +5,6 @@
 //   LLMC_DELAY_MAIN_US    before a group's gradients are final, and before its update, up to so many
 //                         microseconds on the main stream
 //   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
-//   LLMC_DELAY_TREE_US    likewise before nodes of the tree that run beside a forward pass
-//   LLMC_TREE_ON_MAIN=1   these nodes run on the main stream
 //   LLMC_JUNK=1           junk in what a step must not read of the one before
 //   LLMC_HOST             stands for the host's name
 #pragma once
@@ -33,7 +31,6 @@ enum class Fault {
     rank_order_chunks,  // sums of squares are added rank by rank
     rank_seed,          // stochastic rounding depends on the rank
     early_reduce,       // a reduction starts before its gradients are final
-    early_backward,     // a backward pass starts before the slot before it has been added up
     early_gather,       // an all-gather starts before its update
     mpi_rank,           // ranks are numbered the other way round than MPI does
     fs_id,              // all but rank 0 get another NCCL id from the shared folder
@@ -53,7 +50,7 @@ enum class Fault {
 
 #ifdef LLMC_TEST_SWITCHES
 
-constexpr std::array<const char*, 24> kFaults = {"",
+constexpr std::array<const char*, 23> kFaults = {"",
                                                  "owner_fp32",
                                                  "swapped_children",
                                                  "fused_leaf",
@@ -61,7 +58,6 @@ constexpr std::array<const char*, 24> kFaults = {"",
                                                  "rank_order_chunks",
                                                  "rank_seed",
                                                  "early_reduce",
-                                                 "early_backward",
                                                  "early_gather",
                                                  "mpi_rank",
                                                  "fs_id",
@@ -105,9 +101,6 @@ inline int random_part(int most) {
 inline bool junk_between_steps() {
     return switch_value("LLMC_JUNK") != 0;
 }
-inline bool tree_on_main() {
-    return switch_value("LLMC_TREE_ON_MAIN") != 0;
-}
 
 #else
 
@@ -115,9 +108,6 @@ constexpr Fault planted_fault() {
     return Fault::none;
 }
 constexpr bool junk_between_steps() {
-    return false;
-}
-constexpr bool tree_on_main() {
     return false;
 }
 

@@ -111,20 +111,6 @@ def test_order_of_chunk_sums_is_caught(lab: Lab, switches: Trainer) -> None:
     assert one.hash == faulty.first.hash, "weights differ, too"
 
 
-def test_nodes_beside_the_forward_pass_are_waited_for(
-    lab: Lab, bf16: Trainer, switches: Trainer
-) -> None:
-    """However late they are, or on the main stream: the same bits. Without the wait, others."""
-    args = lab.args(8, {"-x": 5})
-    late = {"LLMC_DELAY_TREE_US": "20000"}
-    one = lab.one(bf16, args)
-    for env in (late, {"LLMC_TREE_ON_MAIN": "1"}):
-        assert_same_bits(one, lab.one(switches, args, env=env))
-    assert_same_bits(one, lab.many(switches, 2, "tcp", args, env=late).first)
-    with pytest.raises(AssertionError, match="different: "):
-        assert_same_bits(one, lab.one(switches, args, env={"LLMC_FAULT": "early_backward", **late}))
-
-
 @pytest.mark.parametrize("fault, count, zero", [
     ("early_reduce", 2, 0), ("early_reduce", 4, 1), ("early_gather", 2, 1), ("early_gather", 4, 1),
 ])

@@ -59,19 +59,6 @@ def test_sums_and_gaps_are_those_of_a_step(lines: list[str], steps: int) -> None
     assert result["kernels"] == 13 and result["kernels_in_graphs"] == 10
 
 
-def test_kernels_side_by_side_count_in_full_and_leave_no_gap(lines: list[str]) -> None:
-    """Nodes of the tree run on a stream of their own under the forward pass."""
-    beside = [f"kernel\t{start}\t{start + 600}\t21\t5\t{start}\t1\t1"
-              for start in (10150, 13150, 16150)]
-    alone, both = report(lines), report([*beside, *lines])
-    assert both["kernels_ms"] == pytest.approx(alone["kernels_ms"] + 600e-6)
-    # It covers the 50 ns in the first graph.
-    assert both["idle_ms"] == pytest.approx(alone["idle_ms"] - 50e-6)
-    for phase, more in (("forward", 0.0), ("backward", 600e-6), ("update", 0.0)):
-        assert both["phases"][phase]["ms"] == pytest.approx(alone["phases"][phase]["ms"] + more)
-    assert both["step_ms"] == pytest.approx(alone["step_ms"])
-
-
 def test_rows_are_launchers_with_their_place_in_the_model(lines: list[str]) -> None:
     rows = rows_of(report(lines))
     assert list(rows) == [

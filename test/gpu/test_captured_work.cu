@@ -75,30 +75,6 @@ TEST_F(GpuCapturedWork, IsQueuedEachTimeUnlessEnabled) {
     EXPECT_EQ(queued, 5);
 }
 
-// As nodes of the tree beside a forward pass.
-TEST_F(GpuCapturedWork, AnotherStreamTakesPartBetweenTwoEvents) {
-    const Stream beside;
-    cudaEvent_t fork, join;
-    cuda_check(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
-    cuda_check(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
-    CapturedWork<int> work;
-    work.enabled = true;
-    for (int round = 0; round < 5; ++round) {
-        add(sum_.get(), 1, stream_.get());
-        work.run(10, stream_.get(), [&](int value) {
-            cuda_check(cudaEventRecord(fork, stream_.get()));
-            cuda_check(cudaStreamWaitEvent(beside.get(), fork, 0));
-            add(sum_.get(), value, beside.get());
-            cuda_check(cudaEventRecord(join, beside.get()));
-            cuda_check(cudaStreamWaitEvent(stream_.get(), join, 0));
-            add(sum_.get(), 2 * value, stream_.get());
-        });
-    }
-    EXPECT_EQ(sum(), 5 * (1 + 10 + 20));
-    cuda_check(cudaEventDestroy(fork));
-    cuda_check(cudaEventDestroy(join));
-}
-
 // The stream stayed in capture, so that whatever was done to end the run in order failed, too.
 TEST_F(GpuCapturedWork, ErrorWhileCapturingEndsTheCapture) {
     const std::string error = error_of_capture([&] {

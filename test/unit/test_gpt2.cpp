@@ -4,20 +4,17 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <memory>
 #include <regex>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "llmc/dataloader.h"
 #include "llmc/gpt2_setup.h"
 #include "test/unit/guarded.h"
-#include "test/unit/stream_gate.h"
 
 namespace llmc {
 namespace {
@@ -137,10 +134,9 @@ class ReferenceModel {
     void forward() { gpt2_forward(&model_, x_, model_.batch, model_.sequence); }
     void forward_and_backward() {
         for (int local = 0; local < model_.plan.num_micro_batches; ++local) {
-            const GradientTarget target = gradient_target(model_.plan, local);
-            gpt2_add_pending_nodes(&model_, target);
             forward();
-            gpt2_backward_and_reduce(&model_, batch(), target, &multi_gpu_);
+            gpt2_backward_and_reduce(&model_, batch(), gradient_target(model_.plan, local),
+                                     &multi_gpu_);
             gpt2_keep_loss(&model_, local, multi_gpu_);
         }
     }
@@ -370,31 +366,6 @@ TEST_P(Gpt2Reference, PaddingRowsAndUnusedPositionsKeepPositiveZero) {
     expect_zero(Param::wpe, model.sequence, model.config.max_seq_len);
     expect_zero(Param::wte, model.config.vocab_size, model.config.padded_vocab_size);
 }
-
-#ifdef LLMC_CPU
-// Whichever of the two streams stands still, the other waits: nodes for the gradients of their slot, the
-// next gradients for the nodes.
-TEST(Gpt2Streams, NodesBesideAForwardPassKeepTheirPlace) {
-    ReferenceModel undisturbed("tiny", 0, 8);
-    undisturbed.forward_and_backward();
-    const std::vector<float> expected = undisturbed.gradients();
-    for (const bool main : {false, true}) {
-        SCOPED_TRACE(main ? "main stream" : "tree stream");
-        ReferenceModel reference("tiny", 0, 8);
-        const GPT2& model = reference.model();
-        ASSERT_EQ(model.plan.slots_per_rank(), 8);
-        test::StreamGate gate;
-        gate.close(main ? model.main_stream : model.tree_stream);
-        reference.forward_and_backward();
-        std::this_thread::sleep_for(std::chrono::milliseconds(300));
-        EXPECT_EQ(cudaStreamQuery(main ? model.tree_stream : model.main_stream), cudaErrorNotReady);
-        gate.open();
-        const std::vector<float> gradients = reference.gradients();
-        EXPECT_EQ(std::memcmp(expected.data(), gradients.data(), expected.size() * sizeof(float)),
-                  0);
-    }
-}
-#endif
 
 INSTANTIATE_TEST_SUITE_P(Models, Gpt2Reference, testing::Values("tiny", "odd"),
                          [](const auto& info) { return std::string(info.param); });
