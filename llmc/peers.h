@@ -419,6 +419,7 @@ class Joining {
     static constexpr double kConnectSeconds = 3;
     static constexpr double kAnswerSeconds = 5;
     static constexpr int kGraceSeconds = 3;
+    static constexpr double kSilentSeconds = 3;
 
     handshake::Message hello(uint64_t server_token) const {
         handshake::Message message;
@@ -435,6 +436,7 @@ class Joining {
     // Takes a message in; false when it is not one that rank 0 sends now.
     bool understand(const handshake::Message& message) {
         using handshake::MessageType;
+        heard_ = net::Clock::now();
         if (message.type == MessageType::kRefusal) throw Error(message.text);
         bool expected = message.size == self_.size;
         if (message.type == MessageType::kWaiting) {
@@ -453,6 +455,15 @@ class Joining {
     }
 
     [[noreturn]] void fail_at_limit() const {
+        // Rank 0 says every second who is missing.
+        const double silence = std::chrono::duration<double>(net::Clock::now() - heard_).count();
+        if (silence > kSilentSeconds) {
+            throw Error(
+                "rank 0 at " + where_ +
+                format(" answered, but then gave no sign of life for %.0f s: it is stopped, or "
+                       "cannot be reached any more",
+                       silence));
+        }
         if (missing_.empty()) {
             throw Error("rank 0 at " + where_ + " answered but did not start the run " +
                         within_limit(limit_s_));
@@ -474,6 +485,7 @@ class Joining {
     std::string where_;
     std::string reason_;
     std::string missing_;    // as rank 0 told last
+    net::Deadline heard_;    // when rank 0 spoke last
     bool is_known_ = false;  // rank 0 has taken the hello
     bool met_stranger_ = false;
     std::vector<PeerInfo> table_;
@@ -538,8 +550,8 @@ inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where
     // With a server token the port is one that rank 0 was given by its system.
     if (joining.met_stranger() && server_token == 0) {
         reason +=
-            "; another program may be listening there (ss -ltnp shows it): give all ranks another "
-            "port, -pp";
+            "; another program may be listening there (ss -ltnp shows it; then give all ranks "
+            "another port, -pp), or rank 0 is stopped";
     }
     throw Error(begin + "rank 0 did not answer at " + places + " " + detail::within_limit(limit_s) +
                 ": " + reason);

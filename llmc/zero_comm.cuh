@@ -174,8 +174,10 @@ struct CollectiveLog {
     // Whoever was stopped himself finds the others gone.
     const std::string failure = config.peers->failure();
     if (!failure.empty()) lost_peer(config, failure);
-    const std::string why = format("%s took more than %g s (LLMC_COMM_TIMEOUT_S): %s", what,
-                                   config.time_limit_s, late.c_str());
+    const bool at_the_start = config.log == nullptr;  // until NCCL has started
+    const std::string why =
+        format("%s took more than %g s (%s): %s", what, config.time_limit_s,
+               at_the_start ? "LLMC_INIT_TIMEOUT_S" : "LLMC_COMM_TIMEOUT_S", late.c_str());
     config.peers->announce_failure(why);
     lost_peer(config, why);
 }

@@ -215,6 +215,27 @@ def test_rank_0_is_missing(lab: Lab, bf16: Trainer, way: str) -> None:
         assert_refused(result, "rank 0", where)
 
 
+@pytest.mark.parametrize("victim, needles", [
+    (0, ["rank 0 at", "no sign of life"]),
+    (1, ["LLMC_INIT_TIMEOUT_S", "rank 1 gave no sign of life"]),
+])
+def test_a_rank_that_is_stopped_in_the_wait_was_not_named(
+    lab: Lab, bf16: Trainer, victim: int, needles: list[str]
+) -> None:
+    """Without rank 0, rank 1 named rank 2, of which rank 0 had told. A stopped rank 1 ends the
+    start of NCCL, where the wrong limit was named."""
+    with Ranks(bf16, 3, "tcp", short(lab), lab.folder, only=[0, 1], env=SHORT) as ranks:
+        time.sleep(1)
+        ranks.signal(victim, signal.SIGSTOP)
+        if victim == 1:
+            ranks.start(2)
+        time.sleep(INIT_LIMIT + 4)
+        ranks.signal(victim, signal.SIGKILL)
+        run = ranks.wait()
+    assert run.ranks.pop(victim).status == -signal.SIGKILL
+    assert_all_refused(run, *needles)
+
+
 def test_an_occupied_port_is_named_in_seconds(lab: Lab, bf16: Trainer) -> None:
     """Another program has it, and answers nothing."""
     with socket.create_server((LOCALHOST, 0)) as other:
