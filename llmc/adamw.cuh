@@ -242,9 +242,10 @@ __global__ void __launch_bounds__(kAdamwThreads, kAdamwBlocks)
 // `max_count` the largest count); nothing when state->skip is set. *state is as decide_step left
 // it: the update already counted in the beta powers. Throws Error for a negative num_segments, null
 // pointers and options out of range.
-inline void adamw_update(const AdamwSegment<floatX, gradX>* segments, int num_segments,
-                         size_t max_count, const AdamwOptions& options, const StepInputs* inputs,
-                         const StepState* state, cudaStream_t stream) {
+LLMC_LAUNCHER void adamw_update(const AdamwSegment<floatX, gradX>* segments, int num_segments,
+                                size_t max_count, const AdamwOptions& options,
+                                const StepInputs* inputs, const StepState* state,
+                                cudaStream_t stream) {
     cpu::check_table("adamw_update", segments, num_segments);
     check_adamw_arguments(options, inputs, state);
     if (num_segments == 0 || max_count == 0) return;

@@ -178,7 +178,7 @@ struct GeluGradientRows {
 }  // namespace bias_detail
 
 // Bytes of scratch for the functions below.
-inline size_t bias_scratch_bytes(int rows, int OC) {
+LLMC_LAUNCHER size_t bias_scratch_bytes(int rows, int OC) {
     return static_cast<size_t>(bias_detail::parts(rows)) * OC * sizeof(float);
 }
 
@@ -203,21 +203,21 @@ void sum_rows_into_bias(G* dbias, const Rows& source, void* scratch, int rows, i
 }
 
 // dbias (OC) = the sum over the rows of dout (rows,OC).
-template <class T, class G>
-void bias_backward(G* dbias, const T* dout, void* scratch, int rows, int OC, bool accumulate,
-                   cudaStream_t stream) {
+LLMC_LAUNCHER void bias_backward(gradX* dbias, const floatX* dout, void* scratch, int rows, int OC,
+                                 bool accumulate, cudaStream_t stream) {
     cpu::require_positive("bias_backward", {{"rows", rows}, {"OC", OC}});
-    const LauncherRange range("bias_backward", {{"rows", rows}, {"OC", OC}}, bytes_of<T>(rows, OC));
-    const bool vector = OC % Packed128<T>::kSize == 0 && all_aligned(16, dout);
-    sum_rows_into_bias<T>(dbias, bias_detail::StoredRows<T>{dout}, scratch, rows, OC, accumulate,
-                          vector, stream);
+    const LauncherRange range("bias_backward", {{"rows", rows}, {"OC", OC}},
+                              bytes_of<floatX>(rows, OC));
+    const bool vector = OC % Packed128<floatX>::kSize == 0 && all_aligned(16, dout);
+    sum_rows_into_bias<floatX>(dbias, bias_detail::StoredRows<floatX>{dout}, scratch, rows, OC,
+                               accumulate, vector, stream);
 }
 
 // As gelu_backward on (rows,OC), and dbias (OC) = the sum over the rows of dinp, to which the old values
 // are added with `accumulate`: one pass over memory less than the two apart, and the same bits.
-inline void gelu_backward_bias(floatX* dinp, gradX* dbias, const floatX* dout, const floatX* inp,
-                               void* scratch, int rows, int OC, bool accumulate,
-                               cudaStream_t stream) {
+LLMC_LAUNCHER void gelu_backward_bias(floatX* dinp, gradX* dbias, const floatX* dout,
+                                      const floatX* inp, void* scratch, int rows, int OC,
+                                      bool accumulate, cudaStream_t stream) {
     cpu::require_positive("gelu_backward_bias", {{"rows", rows}, {"OC", OC}});
     const LauncherRange range("gelu_backward_bias", {{"rows", rows}, {"OC", OC}},
                               bytes_of<floatX>(rows, OC, 3));

@@ -7,6 +7,14 @@
 
 #include "llmc/error.h"
 
+// In front of a launcher's declaration and definition (launchers.h). With LLMC_KERNELS_APART one object
+// has it and others call it; without, it is part of the translation unit that calls it.
+#ifdef LLMC_KERNELS_APART
+#define LLMC_LAUNCHER
+#else
+#define LLMC_LAUNCHER inline
+#endif
+
 namespace llmc {
 
 // Whether kernels run on the processor that the host code runs on.

@@ -6,7 +6,6 @@
 #include <cblas.h>
 #include <gnu/libc-version.h>
 #else
-#include <cublasLt.h>
 #include <dlfcn.h>
 #endif
 
@@ -23,16 +22,10 @@
 #include "llmc/cuda_common.h"
 #include "llmc/precision.h"
 #ifndef LLMC_CPU
-#include "llmc/attention.cuh"
-#include "llmc/matmul_table.h"
+#include "llmc/launchers.h"
 #endif
 
 namespace llmc {
-
-#ifndef LLMC_CPU
-// Does nothing; asking for its attributes tells whether this build has code for the GPU at hand.
-static __global__ void device_info_probe_kernel() {}
-#endif
 
 #ifdef LLMC_CPU
 
@@ -248,12 +241,11 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
     int runtime = 0, driver = 0;
     cuda_check(cudaRuntimeGetVersion(&runtime));
     cuda_check(cudaDriverGetVersion(&driver));
-    return {{"CUDA runtime", std::to_string(runtime)},
-            {"CUDA driver", std::to_string(driver)},
-            {"cuBLASLt", std::to_string(cublasLtGetVersion())},
-            {"cuBLASLt algorithms",
-             format("%016llx", static_cast<unsigned long long>(hash_tuned(tuned_products())))},
-            {"attention", attention_backend(64)}};
+    std::vector<std::pair<std::string, std::string>> versions = matmul_versions();
+    versions.insert(versions.begin(), {{"CUDA runtime", std::to_string(runtime)},
+                                       {"CUDA driver", std::to_string(driver)}});
+    versions.emplace_back("attention", attention_backend(64));
+    return versions;
 }
 
 // Makes GPU `index` this process's. Throws Error with one clear line when there is none that this
@@ -275,9 +267,7 @@ inline void require_device(int index) {
         throw Error(format("%s: compute capability %d.%d has no bf16; build with PRECISION=FP32",
                            p.name, p.major, p.minor));
     }
-    cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, device_info_probe_kernel) != cudaSuccess) {
-        cudaGetLastError();
+    if (!device_has_code()) {
         throw Error(
             format("%s: this build has no code for compute capability %d.%d; build with "
                    "GPU_ARCH=%d%d",

@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(kEncoderThreads)
 // launchers
 
 // out (B,seq,C) = wte[token] + wpe[t], rounded once. tokens (B,seq) are rows of wte.
-inline void encoder_forward(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
-                            int B, int seq, int C, cudaStream_t stream) {
+LLMC_LAUNCHER void encoder_forward(floatX* out, const int* tokens, const floatX* wte,
+                                   const floatX* wpe, int B, int seq, int C, cudaStream_t stream) {
     cpu::require_positive("encoder_forward", {{"B", B}, {"T", seq}, {"C", C}});
     const size_t rows = static_cast<size_t>(B) * seq;
     // Each position's row of wte, although some are the same.
@@ -257,7 +257,7 @@ inline size_t encoder_backward_pieces(int B, int seq) {
 }
 
 // Bytes of scratch for encoder_backward.
-inline size_t encoder_backward_scratch_bytes(int B, int seq, int C) {
+LLMC_LAUNCHER size_t encoder_backward_scratch_bytes(int B, int seq, int C) {
     cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
     return encoder_backward_pieces(B, seq) * 2 * C * sizeof(float);
 }
@@ -266,9 +266,9 @@ inline size_t encoder_backward_scratch_bytes(int B, int seq, int C) {
 // with `accumulate`. order (B*seq) holds the positions sorted by token, ties ascending. Sums in
 // fp32, one rounding into the gradient; a token's sum is taken in stretches of the sorted order,
 // each in ascending order of position.
-inline void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout, const int* tokens,
-                             const int* order, void* scratch, int B, int seq, int C,
-                             bool accumulate, cudaStream_t stream) {
+LLMC_LAUNCHER void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout, const int* tokens,
+                                    const int* order, void* scratch, int B, int seq, int C,
+                                    bool accumulate, cudaStream_t stream) {
     cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
     constexpr int kWidth = Packed128<floatX>::kSize;
     const size_t rows = static_cast<size_t>(B) * seq;

@@ -481,8 +481,9 @@ void launch_classify_rows(const Classifier<T>& p, int rows, cudaStream_t stream)
 // loss 0 and zero dlogits. With write_dlogits, logits (rows,Vp) become (softmax - onehot) * dloss,
 // columns V ... Vp-1 become 0; without, they are not written. A NaN among a row's V logits makes
 // its loss and dlogits NaN.
-inline void fused_classifier(floatX* logits, float* losses, const int* targets, float dloss,
-                             int rows, int V, int Vp, bool write_dlogits, cudaStream_t stream) {
+LLMC_LAUNCHER void fused_classifier(floatX* logits, float* losses, const int* targets, float dloss,
+                                    int rows, int V, int Vp, bool write_dlogits,
+                                    cudaStream_t stream) {
     cpu::require_positive("fused_classifier", {{"rows", rows}, {"V", V}});
     if (Vp < V) {
         throw Error(format("fused_classifier: Vp is %d, must be at least V, which is %d", Vp, V));
@@ -508,7 +509,7 @@ inline void fused_classifier(floatX* logits, float* losses, const int* targets, 
 }
 
 // *out = the average of losses (rows), in double, in an order that `rows` alone decides.
-inline void mean_loss(double* out, const float* losses, int rows, cudaStream_t stream) {
+LLMC_LAUNCHER void mean_loss(double* out, const float* losses, int rows, cudaStream_t stream) {
     cpu::require_positive("mean_loss", {{"rows", rows}});
     const LauncherRange range("mean_loss", {{"rows", rows}}, bytes_of<float>(rows));
     mean_loss_kernel<<<1, kMeanLossThreads, 0, stream>>>(out, losses, rows);

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kGeluThreads)
 // launchers
 
 // out = gelu(inp), `count` elements. out may be inp.
-inline void gelu_forward(floatX* out, const floatX* inp, size_t count, cudaStream_t stream) {
+LLMC_LAUNCHER void gelu_forward(floatX* out, const floatX* inp, size_t count, cudaStream_t stream) {
     cpu::require_positive("gelu_forward", {{"count", static_cast<long long>(count)}});
     const LauncherRange range("gelu_forward", {{"count", static_cast<long long>(count)}},
                               bytes_of<floatX>(count, 2));
@@ -119,8 +119,8 @@ inline void gelu_forward(floatX* out, const floatX* inp, size_t count, cudaStrea
 }
 
 // dinp = dout * gelu'(inp), `count` elements. dinp may be dout.
-inline void gelu_backward(floatX* dinp, const floatX* dout, const floatX* inp, size_t count,
-                          cudaStream_t stream) {
+LLMC_LAUNCHER void gelu_backward(floatX* dinp, const floatX* dout, const floatX* inp, size_t count,
+                                 cudaStream_t stream) {
     cpu::require_positive("gelu_backward", {{"count", static_cast<long long>(count)}});
     const LauncherRange range("gelu_backward", {{"count", static_cast<long long>(count)}},
                               bytes_of<floatX>(count, 3));

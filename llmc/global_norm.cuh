@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kDecideThreads)
 // launchers
 
 // Bytes of scratch for global_norm_chunks.
-inline size_t global_norm_chunks_scratch_bytes(int num_chunks, size_t max_count) {
+LLMC_LAUNCHER size_t global_norm_chunks_scratch_bytes(int num_chunks, size_t max_count) {
     if (num_chunks <= 0) return 0;
     return static_cast<size_t>(num_chunks) * ceil_div<size_t>(max_count, kNormPiece<gradX>) *
            sizeof(double);
@@ -141,8 +141,8 @@ inline size_t global_norm_chunks_scratch_bytes(int num_chunks, size_t max_count)
 // sums[i] = sum of squares of chunk i, in double, split by the chunk's size alone. `sums` double
 // (num_chunks); `chunks` NormChunk<gradX>[num_chunks] in device memory; `max_count` the largest
 // count. Throws Error for a negative num_chunks and for null pointers.
-inline void global_norm_chunks(double* sums, const NormChunk<gradX>* chunks, int num_chunks,
-                               size_t max_count, void* scratch, cudaStream_t stream) {
+LLMC_LAUNCHER void global_norm_chunks(double* sums, const NormChunk<gradX>* chunks, int num_chunks,
+                                      size_t max_count, void* scratch, cudaStream_t stream) {
     cpu::check_table("global_norm_chunks", chunks, num_chunks);
     if (num_chunks == 0) return;
     if (sums == nullptr) throw Error("global_norm_chunks: sums is a null pointer");
@@ -169,8 +169,9 @@ inline void global_norm_chunks(double* sums, const NormChunk<gradX>* chunks, int
 // Averages `losses` (num_losses) and adds `sums` (num_sums), each in index order, takes the root of
 // the latter as the norm, and decides the step in *state (step_decision.h). Throws Error for empty
 // or null inputs and for rules out of range.
-inline void decide_step(StepState* state, const double* losses, int num_losses, const double* sums,
-                        size_t num_sums, const StepRules& rules, cudaStream_t stream) {
+LLMC_LAUNCHER void decide_step(StepState* state, const double* losses, int num_losses,
+                               const double* sums, size_t num_sums, const StepRules& rules,
+                               cudaStream_t stream) {
     check_decide_arguments(state, losses, num_losses, sums, num_sums, rules);
     const size_t values = static_cast<size_t>(num_losses) + num_sums;
     const LauncherRange range("decide_step", {{"values", static_cast<long long>(values)}},

@@ -629,9 +629,9 @@ void layernorm_forward_any(const LayernormForward<T>& p, cudaStream_t stream) {
 
 // out (rows,C) = (inp - mean) * rstd * weight + bias; mean and rstd (rows) are of each row. Throws
 // Error for a C above kLayernormMaxChannels.
-inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp,
-                              const floatX* weight, const floatX* bias, int rows, int C,
-                              cudaStream_t stream) {
+LLMC_LAUNCHER void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp,
+                                     const floatX* weight, const floatX* bias, int rows, int C,
+                                     cudaStream_t stream) {
     check_layernorm_shape("layernorm_forward", rows, C);
     const LauncherRange range("layernorm_forward", {{"rows", rows}, {"C", C}},
                               bytes_of<floatX>(rows + 1, C, 2) + bytes_of<float>(rows, 2));
@@ -643,10 +643,10 @@ inline void layernorm_forward(floatX* out, float* mean, float* rstd, const float
 
 // residual (rows,C) = a + b, rounded to floatX, then layernorm_forward on that, with the same bits.
 // residual may be a.
-inline void fused_residual_layernorm_forward(floatX* residual, floatX* out, float* mean,
-                                             float* rstd, const floatX* a, const floatX* b,
-                                             const floatX* weight, const floatX* bias, int rows,
-                                             int C, cudaStream_t stream) {
+LLMC_LAUNCHER void fused_residual_layernorm_forward(floatX* residual, floatX* out, float* mean,
+                                                    float* rstd, const floatX* a, const floatX* b,
+                                                    const floatX* weight, const floatX* bias,
+                                                    int rows, int C, cudaStream_t stream) {
     check_layernorm_shape("fused_residual_layernorm_forward", rows, C);
     const LauncherRange range("fused_residual_layernorm_forward", {{"rows", rows}, {"C", C}},
                               bytes_of<floatX>(rows, C, 4) + bytes_of<float>(rows, 2));
@@ -666,7 +666,7 @@ inline int layernorm_backward_parts(int rows, int C) {
 }
 
 // Bytes of scratch for layernorm_backward.
-inline size_t layernorm_backward_scratch_bytes(int rows, int C) {
+LLMC_LAUNCHER size_t layernorm_backward_scratch_bytes(int rows, int C) {
     check_layernorm_shape("layernorm_backward", rows, C);
     return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 3 * C * sizeof(float);
 }
@@ -703,10 +703,11 @@ void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStr
 // dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`; likewise
 // dinp_sum (C) = the sum over the rows of dinp as stored, unless it is null. Throws Error for a C above
 // kLayernormMaxChannels.
-inline void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, gradX* dinp_sum,
-                               const floatX* dout, const floatX* inp, const floatX* weight,
-                               const float* mean, const float* rstd, void* scratch, int rows, int C,
-                               bool add_to_dinp, bool accumulate, cudaStream_t stream) {
+LLMC_LAUNCHER void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias, gradX* dinp_sum,
+                                      const floatX* dout, const floatX* inp, const floatX* weight,
+                                      const float* mean, const float* rstd, void* scratch, int rows,
+                                      int C, bool add_to_dinp, bool accumulate,
+                                      cudaStream_t stream) {
     check_layernorm_shape("layernorm_backward", rows, C);
     const LauncherRange range(
         "layernorm_backward", {{"rows", rows}, {"C", C}},

@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/bias.cuh"
@@ -299,24 +300,32 @@ inline bool has_product(ProductKey key, Epilogue epilogue) {
 // launchers
 
 // Whether fp32 products may round their factors to TF32 (-f). True until this is called.
-inline void matmul_allow_tf32(bool allow) {
+LLMC_LAUNCHER void matmul_allow_tf32(bool allow) {
     matmul_detail::cublaslt().tf32 = allow;
 }
 
 // Adds to a memory plan what cuBLASLt works in, which all products share. Without a plan, the first
 // product allocates it. A plan's memory must not go before matmul_forget_workspace().
-inline void matmul_plan_workspace(MemoryPlan* memory) {
+LLMC_LAUNCHER void matmul_plan_workspace(MemoryPlan* memory) {
     memory->add("scratch", "of cuBLASLt", &matmul_detail::cublaslt().workspace,
                 matmul_detail::CublasLt::kWorkspaceBytes);
 }
-inline void matmul_forget_workspace() {
+LLMC_LAUNCHER void matmul_forget_workspace() {
     matmul_detail::cublaslt().workspace = nullptr;
+}
+
+// Names and versions of what the choice of algorithms, hence the bits of products, follows from.
+LLMC_LAUNCHER std::vector<std::pair<std::string, std::string>> matmul_versions() {
+    const unsigned long long table = hash_tuned(tuned_products());
+    return {{"cuBLASLt", std::to_string(cublasLtGetVersion())},
+            {"cuBLASLt algorithms", format("%016llx", table)}};
 }
 
 // out (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null. Sums in fp32, one
 // rounding to floatX.
-inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
-                           int rows, int C, int OC, cudaStream_t stream) {
+LLMC_LAUNCHER void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
+                                  const floatX* bias, int rows, int C, int OC,
+                                  cudaStream_t stream) {
     cpu::require_positive("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
     const LauncherRange range("matmul_forward", {{"rows", rows}, {"C", C}, {"OC", OC}},
                               bytes_of<floatX>(rows, C + OC) + bytes_of<floatX>(C, OC),
@@ -340,8 +349,8 @@ inline void matmul_forward(floatX* out, const floatX* inp, const floatX* weight,
 }
 
 // dinp (rows,C) = dout (rows,OC) * weight (OC,C), overwriting.
-inline void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight, int rows,
-                                  int C, int OC, cudaStream_t stream) {
+LLMC_LAUNCHER void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX* weight,
+                                         int rows, int C, int OC, cudaStream_t stream) {
     cpu::require_positive("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
     const LauncherRange range("matmul_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}},
                               bytes_of<floatX>(rows, C + OC) + bytes_of<floatX>(C, OC),
@@ -354,7 +363,7 @@ inline void matmul_backward_input(floatX* dinp, const floatX* dout, const floatX
 // The level of GELU fusion that -ge `asked` comes to for an MLP of `rows` positions, C channels and
 // OC hidden ones: 1 forward, 2 backward as well, as far as the library has such products; -1 is what
 // is fastest on this GPU. A function of the arguments, the precision, the GPU and the library.
-inline int matmul_gelu_fusion(int asked, int rows, int C, int OC) {
+LLMC_LAUNCHER int matmul_gelu_fusion(int asked, int rows, int C, int OC) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_gelu_fusion", {{"rows", rows}, {"C", C}, {"OC", OC}});
     if (asked < 0) {
@@ -368,7 +377,8 @@ inline int matmul_gelu_fusion(int asked, int rows, int C, int OC) {
 
 // Who multiplies, for the plan that is printed: for how many of the products of a micro-batch of
 // `rows` positions the table has an algorithm. Arguments as model_products'.
-inline std::string matmul_backend(int rows, int layers, int C, int padded_vocab, int gelu_fusion) {
+LLMC_LAUNCHER std::string matmul_backend(int rows, int layers, int C, int padded_vocab,
+                                         int gelu_fusion) {
     matmul_detail::CublasLt& lt = matmul_detail::cublaslt();
     matmul_detail::open(lt);
     const ProductTypes types{sizeof(floatX) == 4, sizeof(gradX) == 4, lt.tf32};
@@ -385,9 +395,9 @@ inline std::string matmul_backend(int rows, int layers, int C, int padded_vocab,
 // pre (rows,OC) = inp (rows,C) * weight (OC,C)^T + bias (OC), which may be null; out (rows,OC) =
 // gelu(pre). With `fuse` in one product where the library has it: GELU then sees the sum before it
 // is rounded to pre. Else by matmul_forward and gelu_forward.
-inline void matmul_gelu_forward(floatX* out, floatX* pre, const floatX* inp, const floatX* weight,
-                                const floatX* bias, int rows, int C, int OC, bool fuse,
-                                cudaStream_t stream) {
+LLMC_LAUNCHER void matmul_gelu_forward(floatX* out, floatX* pre, const floatX* inp,
+                                       const floatX* weight, const floatX* bias, int rows, int C,
+                                       int OC, bool fuse, cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}});
     const LauncherRange range("matmul_gelu_forward", {{"rows", rows}, {"C", C}, {"OC", OC}},
@@ -405,9 +415,9 @@ inline void matmul_gelu_forward(floatX* out, floatX* pre, const floatX* inp, con
 // dinp (rows,C) = gelu'(pre) * (dout (rows,OC) * weight (OC,C)), overwriting. With `fuse` in one
 // product where the library has it: the product is then not rounded before it meets gelu'. Else by
 // matmul_backward_input and gelu_backward.
-inline void matmul_gelu_backward_input(floatX* dinp, const floatX* dout, const floatX* weight,
-                                       const floatX* pre, int rows, int C, int OC, bool fuse,
-                                       cudaStream_t stream) {
+LLMC_LAUNCHER void matmul_gelu_backward_input(floatX* dinp, const floatX* dout,
+                                              const floatX* weight, const floatX* pre, int rows,
+                                              int C, int OC, bool fuse, cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}});
     const LauncherRange range("matmul_gelu_backward_input", {{"rows", rows}, {"C", C}, {"OC", OC}},
@@ -423,16 +433,16 @@ inline void matmul_gelu_backward_input(floatX* dinp, const floatX* dout, const f
     gelu_backward(dinp, dinp, pre, static_cast<size_t>(rows) * C, stream);
 }
 
-inline size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {
+LLMC_LAUNCHER size_t matmul_backward_weight_scratch_bytes(int rows, int, int OC) {
     return bias_scratch_bytes(rows, OC);
 }
 
 // dweight (OC,C) = dout (rows,OC)^T * inp (rows,C); dbias (OC) = the sum over the rows of dout, and
 // may be null. With `accumulate` the old values enter the sums before their one rounding to gradX;
 // dweight's product may have been rounded to gradX before that (see the top of this file).
-inline void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* dout,
-                                   const floatX* inp, void* scratch, int rows, int C, int OC,
-                                   bool accumulate, cudaStream_t stream) {
+LLMC_LAUNCHER void matmul_backward_weight(gradX* dweight, gradX* dbias, const floatX* dout,
+                                          const floatX* inp, void* scratch, int rows, int C, int OC,
+                                          bool accumulate, cudaStream_t stream) {
     using namespace matmul_detail;
     cpu::require_positive("matmul_backward_weight", {{"rows", rows}, {"C", C}, {"OC", OC}});
     // bias_backward has a range of its own.

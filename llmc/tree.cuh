@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kTreeThreads)
 // out = tree_node(a, b) over each range. `ranges` TreeRange<gradX>[num_ranges] in device memory;
 // `max_count` the largest count. out may be a or b, but not overlap them otherwise. Throws Error
 // for a negative num_ranges and for a null table.
-inline void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_count,
-                     cudaStream_t stream) {
+LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_count,
+                            cudaStream_t stream) {
     cpu::check_table("tree_add", ranges, num_ranges);
     if (num_ranges == 0 || max_count == 0) return;
     const LauncherRange range("tree_add", {{"ranges", num_ranges}}, 0);
@@ -142,7 +142,8 @@ size_t elements_of(const Range* ranges, int num_ranges) {
 }
 
 // As tree_add, with `ranges` in host memory, which may go once this returns.
-inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
+LLMC_LAUNCHER void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges,
+                                 cudaStream_t stream) {
     cpu::check_table("tree_add_list", ranges, num_ranges);
     const LauncherRange range("tree_add_list", {{"ranges", num_ranges}},
                               bytes_of<gradX>(elements_of(ranges, num_ranges), 3));
@@ -167,7 +168,7 @@ inline void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges, cudaSt
 
 // Copies each range, bit for bit; ranges do not overlap. `ranges` CopyRange<gradX>[num_ranges] in host
 // memory, which may go once this returns. Throws Error as tree_add.
-inline void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
+LLMC_LAUNCHER void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream) {
     cpu::check_table("copy_list", ranges, num_ranges);
     const LauncherRange range("copy_list", {{"ranges", num_ranges}},
                               bytes_of<gradX>(elements_of(ranges, num_ranges), 2));

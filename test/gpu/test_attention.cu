@@ -11,7 +11,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "llmc/attention.cuh"
+#include "llmc/attention_backward.cuh"
+#include "llmc/attention_forward.cuh"
 #include "llmc/cpu/attention.h"
 #include "test/gpu/device_guarded.h"
 #include "test/gpu/gpu_checks.h"
