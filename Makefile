@@ -92,6 +92,18 @@ include mk/find.mk mk/cpu.mk mk/cuda.mk mk/bench.mk
 endif
 
 # ---- programs
+# More than one job unless the caller has decided.
+PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS))$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
+SUB = +@$(MAKE) --no-print-directory $(PARALLEL) REPORT=0
+
+# The objects of a CUDA program are compiled side by side although the user has not said -j: then a make
+# of its own, in the recipe, builds FILES, else they are prerequisites. Which it is, make knows only
+# when all makefiles are read.
+.SECONDEXPANSION:
+compiled = $(if $(call alone,$(1)),,$(1))
+compile = $(if $(call alone,$(1)),$(cuda_checks)$(SUB) $(1))
+alone = $(and $(NVCC),$(CUDA_CODE),$(1),$(PARALLEL))
+
 TRAINER := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),train_gpt2cu,train_gpt2cpu)
 
 ## The trainer for this machine: CUDA if it has nvcc and a GPU, else CPU
@@ -103,14 +115,16 @@ train_gpt2cpu: $(CPU_DIR)/train_gpt2cpu
 	@ln -f $< $@ 2>/dev/null || cp $< $@
 
 ## The trainer with CUDA: ./train_gpt2cu
-train_gpt2cu: $(CUDA_DIR)/train_gpt2cu
-	@ln -f $< $@ 2>/dev/null || cp $< $@
+train_gpt2cu: $$(call compiled,$(CUDA_DIR)/train_gpt2cu) | check-deps
+	$(call compile,$(CUDA_DIR)/train_gpt2cu)
+	@ln -f $(CUDA_DIR)/$@ $@ 2>/dev/null || cp $(CUDA_DIR)/$@ $@
 
 ## The unit tests of the CPU build, not run
 unit_tests: $(CPU_DIR)/unit_tests
 
 ## The GPU tests, not run
-gpu_tests: $(CUDA_DIR)/gpu_tests
+gpu_tests: $$(call compiled,$(CUDA_DIR)/gpu_tests) | check-deps
+	$(call compile,$(CUDA_DIR)/gpu_tests)
 
 # For scripts: which one `all` is; what ./grade runs, with its checks of single functions.
 print-trainer:
@@ -122,9 +136,6 @@ print-grade-gpu:
 
 # ---- tests
 PYTHON := $(or $(wildcard .venv/bin/python),python3)
-# More than one job unless the caller has decided.
-PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(shell nproc))
-SUB = +@$(MAKE) --no-print-directory $(PARALLEL) REPORT=0
 # $(call unit_run,PRECISION,SANITIZE): how dev/run_tests.py is told of one build's unit tests.
 unit_run = --unit $(notdir $(call cpu_dir,$(1),,$(2)))=$(call cpu_dir,$(1),,$(2))/unit_tests
 UNIT_RUNS = $(call unit_run,FP32,$(1)) $(call unit_run,BF16,$(1))
@@ -222,7 +233,8 @@ data: setup
 	@.venv/bin/python dev/data/tinyshakespeare.py
 
 ## The table of speeds on the GPUs at hand, beside PyTorch (ARGS: see dev/bench/bench.py)
-bench: $(BENCH_PROGRAMS)
+bench: $$(call compiled,$(BENCH_PROGRAMS)) | check-deps
+	$(call compile,$(BENCH_PROGRAMS))
 	@$(PYTHON) dev/bench/bench.py --trainer $(CUDA_DIR)/train_gpt2cu \
 	    --forward-program $(CUDA_DIR)/bench_forward --comm-program $(CUDA_DIR)/bench_comm $(ARGS)
 

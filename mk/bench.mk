@@ -9,12 +9,17 @@ $(CPU_DIR)/bench_comm: dev/bench/comm.cu $(CPU_DIR)/trainer.flags
 -include $(CPU_DIR)/bench_comm.d
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
-$(CUDA_DIR)/bench_comm: dev/bench/comm.cu $(CUDA_DIR)/trainer.flags
+# As the trainer: C++, linked with the kernels.
+$(CUDA_DIR)/bench/comm.o: dev/bench/comm.cu $(CUDA_DIR)/trainer.flags
 	$(cuda_checks)
 	$(call need,NCCL,NCCL,NCCL_PATH)
-	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) $< -o $@ $(CUDA_LIBS)
+	@mkdir -p $(@D)
+	$(CUDA_TRAINER_COMPILE) $(DEPFLAGS) -c $< -o $@
 
--include $(CUDA_DIR)/bench_comm.d
+$(CUDA_DIR)/bench_comm: $(CUDA_DIR)/bench/comm.o $(CUDA_KERNELS)
+	$(NVCC) $^ -o $@ $(CUDA_LIBS)
+
+-include $(CUDA_DIR)/bench/comm.o.d
 endif
 
 COMM_PROGRAM := $(if $(and $(NVCC),$(GPU),$(CUDA_CODE)),$(CUDA_DIR),$(CPU_DIR))/bench_comm
@@ -31,11 +36,15 @@ $(CPU_DIR)/bench_launchers: dev/bench/launchers.cpp $(CPU_DIR)/trainer.flags
 -include $(CPU_DIR)/bench_forward.d $(CPU_DIR)/bench_launchers.d
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
-$(CUDA_DIR)/bench_forward: dev/bench/forward.cu train_gpt2.cu $(CUDNN_OBJECT) $(CUDA_DIR)/trainer.flags
+$(CUDA_DIR)/bench/forward.o: dev/bench/forward.cu train_gpt2.cu $(CUDA_DIR)/trainer.flags
 	$(cuda_checks)
-	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) -DLLMC_NO_MAIN -include train_gpt2.cu $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
+	@mkdir -p $(@D)
+	$(CUDA_TRAINER_COMPILE) $(DEPFLAGS) -DLLMC_NO_MAIN -include train_gpt2.cu -c $< -o $@
 
--include $(CUDA_DIR)/bench_forward.d
+$(CUDA_DIR)/bench_forward: $(CUDA_DIR)/bench/forward.o $(CUDA_KERNELS)
+	$(NVCC) $^ -o $@ $(CUDA_LIBS)
+
+-include $(CUDA_DIR)/bench/forward.o.d
 endif
 
 # Without a GPU nothing is built for `make bench`, which says so; communication needs two.

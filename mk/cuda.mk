@@ -29,12 +29,14 @@ nvcc_lib = $(foreach d,$(filter-out $(LIB_DIRS),$($(1)_LIB)),-L$(d) -Xlinker -rp
 
 # -O is the host code's; kernels are optimised as far as nvcc goes in any case. The host's compiler would
 # take half of a build's time for -O3, and the host has little to compute.
-CUDA_FLAGS = -std=c++17 -O1 -I. --threads $(words $(CUDA_ARCHS)) \
-    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-    $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings -Xcompiler -Werror) \
+CUDA_HOST_FLAGS = -std=c++17 -O1 -I. $(if $(WARNINGS_ARE_ERRORS),-Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-pthread,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
     $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) \
-    $(if $(filter 1,$(SWITCHES)),-DLLMC_TEST_SWITCHES) $(CUDA_MULTI_FLAGS)
+    $(if $(filter 1,$(SWITCHES)),-DLLMC_TEST_SWITCHES)
+CUDA_GPU_FLAGS = --threads $(words $(CUDA_ARCHS)) \
+    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+    $(if $(WARNINGS_ARE_ERRORS),-Werror all-warnings)
+CUDA_FLAGS = $(CUDA_HOST_FLAGS) $(CUDA_GPU_FLAGS) $(CUDA_MULTI_FLAGS)
 CUDA_LIBS = $(call nvcc_lib,CUDA) -lcublasLt $(CUDA_MULTI_LIBS) $(CUDA_CUDNN_LIBS) -ldl
 
 CUDA_MULTI := $(and $(wildcard llmc/cpu/nccl.h),$(NCCL_LIB),$(filter-out x1,x$(NO_MULTI_GPU)))
@@ -58,27 +60,40 @@ endif
 CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
     $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB
 
-CUDA_TRAINER_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_COMMIT='"$(COMMIT)"'
+# The trainer's own code is C++, and the kernels are objects beside it, so that all of it is compiled at
+# the same time. A launcher that launchers.h does not declare like its definition is refused.
+CUDA_KERNELS_COMPILE = $(NVCC) $(CUDA_HOST_FLAGS) $(CUDA_GPU_FLAGS) -DLLMC_KERNELS_APART \
+    -Xcompiler -Werror=missing-declarations
+CUDA_KERNELS := $(patsubst llmc/%.cu,$(CUDA_DIR)/%.o,$(wildcard llmc/kernels_*.cu)) $(CUDNN_OBJECT)
+CUDA_APART = $(NVCC) -x c++ $(CUDA_HOST_FLAGS) $(CUDA_MULTI_FLAGS) -DLLMC_KERNELS_APART
+CUDA_TRAINER_COMPILE = $(CUDA_APART) -DLLMC_COMMIT='"$(COMMIT)"'
 TUNE_BUILD = $(NVCC) $(CUDA_FLAGS)
 GRADE_CUDA_BUILD = $(NVCC) $(CUDA_FLAGS) -DLLMC_TEST_SWITCHES
-GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) $(call inc,GTEST) $(call inc,OPENBLAS)
+GPU_TEST_COMPILE = $(NVCC) $(CUDA_FLAGS) -x cu $(call inc,GTEST) $(call inc,OPENBLAS)
+GPU_TEST_APART = $(CUDA_APART) -DLLMC_NO_MAIN $(call inc,GTEST)
 GPU_TEST_LIBS = $(call nvcc_lib,GTEST) -lgtest_main -lgtest $(call nvcc_lib,OPENBLAS) -lopenblas
 
 ifneq ($(and $(NVCC),$(CUDA_CODE)),)
-$(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_BUILD) $$(CUDA_LIBS)))
+$(eval $(call stamp,$(CUDA_DIR)/trainer.flags,$$(CUDA_TRAINER_COMPILE) $$(CUDA_LIBS)))
+$(eval $(call stamp,$(CUDA_DIR)/kernels.flags,$$(CUDA_KERNELS_COMPILE)))
 $(eval $(call stamp,$(CUDA_DIR)/tune.flags,$$(TUNE_BUILD)))
 $(eval $(call stamp,$(CUDA_DIR)/grade.flags,$$(GRADE_CUDA_BUILD) $$(CUDA_LIBS)))
-$(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE)))
+$(eval $(call stamp,$(CUDA_DIR)/gpu.flags,$$(GPU_TEST_COMPILE) $$(GPU_TEST_APART)))
 $(eval $(call stamp,$(BUILD)/cudnn/cudnn.flags,$$(CUDNN_COMPILE)))
 
-# Apart from the linking, so that it need not wait for the cuDNN object.
+# What takes longest is first.
+$(CUDA_DIR)/train_gpt2cu: $(CUDNN_OBJECT) $(CUDA_DIR)/train_gpt2.o $(CUDA_KERNELS)
+	$(NVCC) $^ -o $@ $(CUDA_LIBS)
+
 $(CUDA_DIR)/train_gpt2.o: train_gpt2.cu $(CUDA_DIR)/trainer.flags
 	$(cuda_checks)
 	@mkdir -p $(@D)
-	$(CUDA_TRAINER_BUILD) $(DEPFLAGS) -c $< -o $@
+	$(CUDA_TRAINER_COMPILE) $(DEPFLAGS) -c $< -o $@
 
-$(CUDA_DIR)/train_gpt2cu: $(CUDA_DIR)/train_gpt2.o $(CUDNN_OBJECT)
-	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
+$(CUDA_DIR)/kernels_%.o: llmc/kernels_%.cu $(CUDA_DIR)/kernels.flags
+	$(cuda_checks)
+	@mkdir -p $(@D)
+	$(CUDA_KERNELS_COMPILE) $(DEPFLAGS) -c $< -o $@
 
 $(BUILD)/cudnn/cudnn_att.o: llmc/cudnn_att.cpp $(BUILD)/cudnn/cudnn.flags
 	$(cuda_checks)
@@ -95,26 +110,27 @@ $(CUDA_DIR)/grade_checks: test/grade/checks.cu $(CUDNN_OBJECT) $(CUDA_DIR)/grade
 	$(GRADE_CUDA_BUILD) $(DEPFLAGS) $< $(CUDNN_OBJECT) -o $@ $(CUDA_LIBS)
 
 # Each launcher against its CPU twin, and the whole model against PyTorch's numbers.
-GPU_TEST_OBJECTS := $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu)) \
-    $(CUDA_DIR)/gpu/test_gpt2.o $(CUDA_DIR)/gpu/train_gpt2.o
+GPU_TEST_OBJECTS := $(CUDA_DIR)/gpu/train_gpt2.o $(CUDA_DIR)/gpu/test_gpt2.o \
+    $(patsubst test/gpu/%.cu,$(CUDA_DIR)/gpu/%.o,$(wildcard test/gpu/test_*.cu))
 
+# $(call gpu_test_object,OBJECT,SOURCE,COMPILER)
 define gpu_test_object
 $(1): $(2) $(CUDA_DIR)/gpu.flags
 	$$(cuda_checks)
 	$$(call need,GoogleTest,GTEST,GTEST_PATH)
 	$$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
 	@mkdir -p $$(@D)
-	$$(GPU_TEST_COMPILE) $$(DEPFLAGS) -DLLMC_NO_MAIN -x cu -c $$< -o $$@
+	$$($(3)) $$(DEPFLAGS) -c $$< -o $$@
 endef
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/%.o,test/gpu/%.cu))
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/test_gpt2.o,test/unit/test_gpt2.cpp))
-$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/%.o,test/gpu/%.cu,GPU_TEST_COMPILE))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/test_gpt2.o,test/unit/test_gpt2.cpp,GPU_TEST_APART))
+$(eval $(call gpu_test_object,$(CUDA_DIR)/gpu/train_gpt2.o,train_gpt2.cu,GPU_TEST_APART))
 
-$(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDNN_OBJECT)
+$(CUDA_DIR)/gpu_tests: $(GPU_TEST_OBJECTS) $(CUDA_KERNELS)
 	$(NVCC) $^ -o $@ $(GPU_TEST_LIBS) $(CUDA_LIBS)
 
 -include $(CUDA_DIR)/grade_checks.d
--include $(CUDA_DIR)/train_gpt2.o.d $(CUDA_DIR)/tune.d $(BUILD)/cudnn/cudnn_att.o.d $(GPU_TEST_OBJECTS:=.d)
+-include $(CUDA_DIR)/train_gpt2.o.d $(CUDA_KERNELS:=.d) $(CUDA_DIR)/tune.d $(GPU_TEST_OBJECTS:=.d)
 else
 $(CUDA_DIR)/train_gpt2cu $(CUDA_DIR)/grade_checks $(CUDA_DIR)/gpu_tests $(CUDA_DIR)/tune: FORCE
 	@echo "error: $(if $(CUDA_CODE),$(call missing,nvcc,NVCC,CUDA_HOME),the CUDA kernels are not part of this version yet; make train_gpt2cpu builds the CPU one)" >&2; exit 1

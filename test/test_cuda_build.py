@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from helpers import SHAPE, Trainer, Workplace, assert_refused, snapshot
+from helpers import REPO_ROOT, SHAPE, Trainer, Workplace, assert_refused, snapshot
 from test_build import install, make
 
 # ----------------------------------------------------------------------------------------- make
+
+KERNELS = sorted(path.name for path in (REPO_ROOT / "llmc").glob("kernels_*.cu"))
+SOME_KERNELS = "llmc/kernels_layernorm.cu"
 
 
 @pytest.fixture
@@ -62,6 +66,7 @@ def test_cudnn_is_used_where_it_and_its_front_end_are_found(
     assert "-DLLMC_CUDNN" in with_cudnn
     link = compile_line(toolkit, "-o build/cuda-bf16-cudnn/train_gpt2cu")
     assert "train_gpt2.o" in link and "cudnn_att.o" in link
+    assert "-DLLMC_CUDNN" in compile_line(toolkit, SOME_KERNELS)
     assert f"-rpath,{tmp_path}/lib" in link, "cuDNN is opened at run time"
     for without, folder in ((["USE_CUDNN=0"], "cuda-bf16"), (["PRECISION=FP32"], "cuda-fp32")):
         assert "LLMC_CUDNN" not in compile_line([*toolkit, *without]), without
@@ -88,12 +93,52 @@ def test_cudnns_object_does_not_depend_on_how_the_rest_is_built(toolkit: list[st
     assert len(lines) == 1 and "-O1" in lines.pop()
 
 
+def test_the_trainers_own_code_is_compiled_beside_the_kernels(toolkit: list[str]) -> None:
+    """It is C++, the same for every GPU, and waits for no object of theirs."""
+    lines = {compile_line([*toolkit, f"GPU_ARCH={arch}"]) for arch in ("90", "80 90")}
+    assert len(lines) == 1 and "-x c++" in lines.pop()
+    link = compile_line(toolkit, "-o build/cuda-bf16-cudnn/train_gpt2cu")
+    assert len(KERNELS) > 1
+    for name in KERNELS:
+        line = compile_line([*toolkit, "GPU_ARCH=80 90"], f"llmc/{name}")
+        assert re.findall(r"code=sm_(\d+)", line) == ["80", "90"]
+        assert f"/{Path(name).stem}.o " in link
+
+
+@pytest.mark.parametrize("jobs", ["", "-j1", "-j3"])
+def test_objects_are_compiled_side_by_side_unless_the_user_says_how(
+    toolkit: list[str], jobs: str
+) -> None:
+    """One job for each core, from a make of its own; -j of the user's is left alone."""
+    result = make(*toolkit, *filter(None, [jobs]), "train_gpt2cu", "gpu_tests")
+    assert result.returncode == 0, result.stderr
+    inner = re.findall(r"^make .* -j(\d+) ", result.stdout, re.MULTILINE)
+    cores = subprocess.check_output(["nproc"], text=True).strip()
+    assert inner == ([] if jobs else [cores] * 2)
+    if jobs:  # one graph: no object is compiled twice at the same time
+        lines = re.findall(rf"^\S+/nvcc .* {SOME_KERNELS} ", result.stdout, re.MULTILINE)
+        assert len(lines) == 1
+
+
+def test_every_header_of_kernels_is_in_one_object() -> None:
+    """A launcher in no object, or in two, would not link."""
+    folder = REPO_ROOT / "llmc"
+    included = re.findall(r"^#include \"(llmc/\w+\.cuh)\"$",
+                          "".join((folder / name).read_text() for name in KERNELS), re.MULTILINE)
+    with_launchers = [f"llmc/{path.name}" for path in folder.glob("*.cuh")
+                      if re.search(r"^LLMC_LAUNCHER ", path.read_text(), re.MULTILINE)]
+    assert sorted(included) == sorted(with_launchers)
+    single = re.findall(r"^#include \"(llmc/\w+\.cuh)\"$",
+                        (folder / "launchers.h").read_text(), re.MULTILINE)
+    assert sorted(single) == sorted(with_launchers)
+
+
 @pytest.mark.parametrize("arch", ["70", "75", "90 75"])
 def test_bf16_for_a_gpu_that_has_none_is_one_line(toolkit: list[str], arch: str) -> None:
     line = refusal([*toolkit, f"GPU_ARCH={arch}"])
     assert f"sm_{arch.split()[-1]}" in line and "PRECISION=FP32" in line
     assert f"sm_{arch.split()[-1]}" in compile_line(
-        [*toolkit, f"GPU_ARCH={arch}", "PRECISION=FP32"])
+        [*toolkit, f"GPU_ARCH={arch}", "PRECISION=FP32"], SOME_KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +154,18 @@ def test_the_gpu_at_hand_decides_what_is_compiled_for(
     tool.write_text(f"#!/bin/sh\n{answer}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    line = compile_line([*toolkit, "GPU_ARCH="])
+    line = compile_line([*toolkit, "GPU_ARCH="], SOME_KERNELS)
     assert re.findall(r"code=sm_(\d+)", line) == expected
 
 
 def test_a_tree_without_history_can_be_told_its_commit(toolkit: list[str]) -> None:
     assert '"0123456789ab"' in compile_line([*toolkit, "COMMIT=0123456789ab"])
+
+
+def test_a_new_commit_compiles_no_kernel_again(toolkit: list[str]) -> None:
+    changes = ["COMMIT=0123456789ab", "COMMIT=ba9876543210"]
+    assert len({compile_line([*toolkit, change], SOME_KERNELS) for change in changes}) == 1
+    assert len({compile_line([*toolkit, change]) for change in changes}) == 2
 
 
 # ---------------------------------------------------------------------------------- the program
