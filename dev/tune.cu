@@ -452,22 +452,9 @@ std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int
     return candidates;
 }
 
-// The tiles that an algorithm knows of.
-std::vector<uint32_t> tiles_of(const cublasLtMatmulAlgo_t& algorithm) {
-    size_t bytes = 0;
-    const auto get = [&](void* to, size_t size) {
-        return cublasLtMatmulAlgoCapGetAttribute(&algorithm, CUBLASLT_ALGO_CAP_TILE_IDS, to, size,
-                                                 &bytes);
-    };
-    if (get(nullptr, 0) != CUBLAS_STATUS_SUCCESS) return {};
-    std::vector<uint32_t> tiles(bytes / sizeof(uint32_t));
-    if (tiles.empty() || get(tiles.data(), bytes) != CUBLAS_STATUS_SUCCESS) return {};
-    return tiles;
-}
-
-// Adds to the candidates what the library says runs, too, though the heuristic does not name it:
-// those with another cluster or custom option, then those with another tile. Products in parts are
-// cut into as many as the heuristic names.
+// Adds to the candidates what the library says runs, too, though the heuristic does not name it: those
+// with another cluster or custom option. (With every tile there are ten times as many; they take ten
+// seconds a product, and few of them win, by a percent.)
 class Neighbours {
   public:
     Neighbours(CublasLt& lt, const Workbench& bench, std::vector<Candidate>* candidates)
@@ -479,21 +466,11 @@ class Neighbours {
         const std::vector<Candidate> named = *candidates_;
         for (const Candidate& base : named) {
             if (!has_clusters(base.algorithm)) continue;
-            const auto tile = config_of<uint32_t>(base.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID);
-            add_with_tile(base.algorithm, tile,
-                          {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
-                           CUBLASLT_CLUSTER_SHAPE_1x2x1, CUBLASLT_CLUSTER_SHAPE_2x2x1,
-                           CUBLASLT_CLUSTER_SHAPE_4x1x1, CUBLASLT_CLUSTER_SHAPE_1x4x1});
-        }
-        std::set<int> done;  // of each algorithm once
-        for (const Candidate& base : named) {
-            if (!has_clusters(base.algorithm) ||
-                !done.insert(config_of<int32_t>(base.algorithm, CUBLASLT_ALGO_CONFIG_ID)).second) {
-                continue;
-            }
-            for (const uint32_t tile : tiles_of(base.algorithm)) {
-                add_with_tile(base.algorithm, tile,
-                              {CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1});
+            for (const uint16_t cluster :
+                 {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
+                  CUBLASLT_CLUSTER_SHAPE_1x2x1, CUBLASLT_CLUSTER_SHAPE_2x2x1,
+                  CUBLASLT_CLUSTER_SHAPE_4x1x1, CUBLASLT_CLUSTER_SHAPE_1x4x1}) {
+                add_with_cluster(base.algorithm, cluster);
             }
         }
     }
@@ -510,21 +487,17 @@ class Neighbours {
         return known_.insert(words).second;
     }
 
-    void add_with_tile(const cublasLtMatmulAlgo_t& base, uint32_t tile,
-                       const std::vector<uint16_t>& clusters) {
+    void add_with_cluster(const cublasLtMatmulAlgo_t& base, uint16_t cluster) {
         constexpr uint32_t kMostOptions = 16;
         uint32_t most = 0;
         size_t written = 0;
         cublas_check(cublasLtMatmulAlgoCapGetAttribute(&base, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX,
                                                        &most, sizeof(most), &written));
-        for (const uint16_t cluster : clusters) {
-            for (uint32_t option = 0; option <= std::min(most, kMostOptions - 1); ++option) {
-                cublasLtMatmulAlgo_t other = base;
-                if (set_config(&other, CUBLASLT_ALGO_CONFIG_TILE_ID, tile) &&
-                    set_config(&other, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster) &&
-                    set_config(&other, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option)) {
-                    add_if_it_runs(other);
-                }
+        for (uint32_t option = 0; option <= std::min(most, kMostOptions - 1); ++option) {
+            cublasLtMatmulAlgo_t other = base;
+            if (set_config(&other, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster) &&
+                set_config(&other, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option)) {
+                add_if_it_runs(other);
             }
         }
     }
