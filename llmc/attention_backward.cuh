@@ -1,6 +1,7 @@
 // Causal attention's backward pass: attention_tiles.cuh says how, and what bounds it.
 #pragma once
 
+#include "llmc/attention_hopper.cuh"
 #include "llmc/attention_tiles.cuh"
 
 namespace llmc {
@@ -245,6 +246,9 @@ void own_attention_backward(X* dqkv, const X* dout, const X* qkv, const X* out, 
 }
 
 LLMC_LAUNCHER size_t attention_backward_scratch_bytes(int B, int T, int C, int NH) {
+    if (attention_hopper::takes<floatX>(T, C / NH)) {
+        return attention_hopper::scratch_bytes(B, T, NH);
+    }
 #ifdef LLMC_CUDNN
     if (attention_detail::cudnn_takes(T, C / NH)) {
         return cudnn_attention_backward_workspace_bytes(B, T, NH, C / NH);
@@ -260,8 +264,13 @@ LLMC_LAUNCHER void attention_backward(floatX* dqkv, const floatX* dout, const fl
     const LauncherRange range("attention_backward", {{"B", B}, {"T", T}, {"C", C}, {"NH", NH}},
                               attention_detail::least_bytes(B, T, C, NH, 8),
                               attention_detail::causal_flops(B, T, C, 5));
-#ifdef LLMC_CUDNN
     const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
+    if constexpr (std::is_same_v<floatX, bf16>) {
+        if (attention_hopper::takes<floatX>(T, shape.HS)) {
+            return attention_hopper::backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, stream);
+        }
+    }
+#ifdef LLMC_CUDNN
     if constexpr (std::is_same_v<floatX, bf16>) {
         if (attention_detail::cudnn_takes(T, shape.HS)) {
             return cudnn_attention_backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, shape.HS,

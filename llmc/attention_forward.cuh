@@ -1,6 +1,7 @@
 // Causal attention's forward pass: attention_tiles.cuh says how, and what bounds it.
 #pragma once
 
+#include "llmc/attention_hopper.cuh"
 #include "llmc/attention_tiles.cuh"
 
 namespace llmc {
@@ -141,13 +142,14 @@ void own_attention_forward(X* out, float* lse, const X* qkv, int B, int T, int C
     });
 }
 
-// Whose kernels compute attention for this head size: "cuDNN 9.14", say, or "own".
-LLMC_LAUNCHER const char* attention_backend(int head_size) {
+LLMC_LAUNCHER std::string attention_backend(int T, int head_size) {
+    const bool hopper = attention_hopper::takes<floatX>(T, head_size);
 #ifdef LLMC_CUDNN
-    if (attention_detail::cudnn_takes(2, head_size)) return cudnn_name();
+    if (attention_detail::cudnn_takes(T, head_size)) {
+        return std::string(cudnn_name()) + (hopper ? ", backward own for Hopper" : "");
+    }
 #endif
-    (void)head_size;
-    return "own";
+    return hopper ? "own, backward for Hopper" : "own";
 }
 
 // Our own kernels need none.

@@ -1,6 +1,6 @@
 // What the two halves of causal attention (attention_forward.cuh, attention_backward.cuh) have in
 // common: no (T,T) matrix in memory (Dao 2023, FlashAttention-2); cuDNN does it instead where it was
-// built in and can.
+// built in and can, and attention_hopper.cuh a backward pass on Hopper.
 //
 // A block owns some rows of one head and streams the other side past them, tile by tile, through two
 // stages of shared memory: forward and the gradient of q own queries and stream keys and values, the

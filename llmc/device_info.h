@@ -244,7 +244,7 @@ inline std::vector<std::pair<std::string, std::string>> library_versions() {
     std::vector<std::pair<std::string, std::string>> versions = matmul_versions();
     versions.insert(versions.begin(), {{"CUDA runtime", std::to_string(runtime)},
                                        {"CUDA driver", std::to_string(driver)}});
-    versions.emplace_back("attention", attention_backend(64));
+    versions.emplace_back("attention", attention_backend(1024, 64));
     return versions;
 }
 

@@ -155,8 +155,8 @@ LLMC_LAUNCHER void attention_backward(floatX* dqkv, const floatX* dout, const fl
                                       int T, int C, int NH, cudaStream_t stream);
 LLMC_LAUNCHER size_t attention_backward_scratch_bytes(int B, int T, int C, int NH);
 
-// Not a launch: whose kernels these two are, "cuDNN 9.14" or "own".
-LLMC_LAUNCHER const char* attention_backend(int head_size);
+// Not a launch: whose kernels these two are for a shape, such as "cuDNN 9.14, backward own for Hopper".
+LLMC_LAUNCHER std::string attention_backend(int T, int head_size);
 
 // ---- gelu (the tanh form, Hendrycks and Gimpel 2016, section 2) ----
 

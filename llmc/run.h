@@ -294,7 +294,8 @@ inline void print_plan(const Run& run) {
         run, "model",
         format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
                config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
-    print_row(run, "attention", attention_backend(config.channels / config.num_heads));
+    print_row(run, "attention",
+              attention_backend(run.options.seq_len, config.channels / config.num_heads).c_str());
     print_row(run, "matrix products",
               matmul_backend(options.batch_size * options.seq_len, config.num_layers,
                              config.channels, config.padded_vocab_size, run.model.gelu_fusion));

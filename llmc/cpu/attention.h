@@ -168,7 +168,7 @@ inline size_t attention_backward_scratch_bytes(int, int, int, int) {
 }
 
 // Whose kernels compute attention: these, for every head size.
-inline const char* attention_backend(int) {
+inline std::string attention_backend(int, int) {
     return "own";
 }
 
