@@ -265,10 +265,8 @@ LLMC_LAUNCHER void attention_backward(floatX* dqkv, const floatX* dout, const fl
                               attention_detail::least_bytes(B, T, C, NH, 8),
                               attention_detail::causal_flops(B, T, C, 5));
     const auto shape = attention_detail::checked_shape("attention_backward", B, T, C, NH);
-    if constexpr (std::is_same_v<floatX, bf16>) {
-        if (attention_hopper::takes<floatX>(T, shape.HS)) {
-            return attention_hopper::backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, stream);
-        }
+    if (attention_hopper::takes<floatX>(T, shape.HS)) {
+        return attention_hopper::backward(dqkv, dout, qkv, out, lse, scratch, B, T, NH, stream);
     }
 #ifdef LLMC_CUDNN
     if constexpr (std::is_same_v<floatX, bf16>) {

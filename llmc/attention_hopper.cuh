@@ -493,9 +493,11 @@ inline size_t scratch_bytes(int B, int T, int NH) {
     return 2 * make_shape(B, T, NH).rows() * sizeof(float);
 }
 
-// As attention_backward (launchers.h) for shapes that takes() names.
-inline void backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out,
-                     const float* lse, void* scratch, int B, int T, int NH, cudaStream_t stream) {
+// As attention_backward (launchers.h) for shapes that takes() names. Throws Error when they are too large
+// for one launch, or when the driver cannot name the matrices.
+inline void backward_bf16(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out,
+                          const float* lse, void* scratch, int B, int T, int NH,
+                          cudaStream_t stream) {
     const Shape shape = make_shape(B, T, NH);
     const RowValues values{static_cast<float*>(scratch),
                            static_cast<float*>(scratch) + shape.rows()};
@@ -523,6 +525,17 @@ inline void backward(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* 
     };
     launch(attention_hopper_queries_kernel<kQueryGroups>, kQueryGroups);
     launch(attention_hopper_keys_kernel<kKeyGroups>, kKeyGroups);
+}
+
+// The same for either type, of which takes() names one.
+template <class X>
+void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* lse, void* scratch,
+              int B, int T, int NH, cudaStream_t stream) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        backward_bf16(dqkv, dout, qkv, out, lse, scratch, B, T, NH, stream);
+    } else {
+        throw Error("attention_backward: Hopper's kernels are for bf16");
+    }
 }
 
 }  // namespace llmc::attention_hopper
