@@ -245,6 +245,16 @@ void own_attention_backward(X* dqkv, const X* dout, const X* qkv, const X* out, 
     });
 }
 
+LLMC_LAUNCHER std::string attention_backend(int T, int head_size) {
+    const bool hopper = attention_hopper::takes<floatX>(T, head_size);
+#ifdef LLMC_CUDNN
+    if (attention_detail::cudnn_takes(T, head_size)) {
+        return std::string(cudnn_name()) + (hopper ? ", backward own for Hopper" : "");
+    }
+#endif
+    return hopper ? "own, backward for Hopper" : "own";
+}
+
 LLMC_LAUNCHER size_t attention_backward_scratch_bytes(int B, int T, int C, int NH) {
     if (attention_hopper::takes<floatX>(T, C / NH)) {
         return attention_hopper::scratch_bytes(B, T, NH);

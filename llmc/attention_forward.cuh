@@ -1,7 +1,6 @@
 // Causal attention's forward pass: attention_tiles.cuh says how, and what bounds it.
 #pragma once
 
-#include "llmc/attention_hopper.cuh"
 #include "llmc/attention_tiles.cuh"
 
 namespace llmc {
@@ -140,16 +139,6 @@ void own_attention_forward(X* out, float* lse, const X* qkv, int B, int T, int C
         attention_detail::forward_padded<X, padded.value, wide.value>(out, lse, qkv, B, shape,
                                                                       stream);
     });
-}
-
-LLMC_LAUNCHER std::string attention_backend(int T, int head_size) {
-    const bool hopper = attention_hopper::takes<floatX>(T, head_size);
-#ifdef LLMC_CUDNN
-    if (attention_detail::cudnn_takes(T, head_size)) {
-        return std::string(cudnn_name()) + (hopper ? ", backward own for Hopper" : "");
-    }
-#endif
-    return hopper ? "own, backward for Hopper" : "own";
 }
 
 // Our own kernels need none.

@@ -12,8 +12,8 @@
 //
 // Bound by products, 7 T^2 HS FLOP a head, and the exponentials between them, which a warpgroup does one
 // after the other: while one is at its exponentials, the tensor cores work for the others. On an H200 at
-// B 64, T 1024, 12 heads 1.01 ms, 255 TFLOP/s of the 5 products that are needed: 0.38 ms for q, 0.59 for k
-// and v, 0.06 for the values of rows.
+// B 64, T 1024, 12 heads 1.01 ms, 255 TFLOP/s of the 5 products that are needed; each kernel by itself 0.38 ms
+// (q), 0.59 (k and v), 0.06 (values of rows).
 #pragma once
 
 #include <climits>
@@ -56,13 +56,11 @@ struct Shape {
 // What is the same for all products of a row, in the launcher's scratch.
 struct RowValues {
     float* log2_lse;  // (B,NH,T)  lse * log2(e)
-    float* weighted;  // (B,NH,T)  sum over the head of dout * out
+    float* weighted;  // (B,NH,T)  sum over the head of dout * out, D in the papers
 };
 
 // ============================================================================
 // kernels
-
-constexpr float kLog2e = 1.4426950408889634f;
 
 // Bound by memory: reads dout and out once, at 80 % of the copy bandwidth (4.2 TB/s).
 template <int kThreads>
@@ -92,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     values.log2_lse[place] = lse[place] * kLog2e;
 }
 
-#if __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kGroups>
 struct SharedMemory {
@@ -100,7 +98,7 @@ struct SharedMemory {
     bf16 streamed[kStages][2][kTileElements];
     float row_values[kStages][2][kTile];  // of streamed queries: log2_lse, weighted
     // What a warpgroup owns is there; a stage's tiles are there; a stage may be filled again.
-    device::Barrier owned_there[kGroups], there[kStages], free[kStages];
+    device::Barrier owned_full[kGroups], full[kStages], empty[kStages];
 };
 
 template <int kGroups>
@@ -114,9 +112,9 @@ __device__ SharedMemory<kGroups>& shared_memory() {
 template <int kGroups>
 __device__ void open_barriers(SharedMemory<kGroups>& shared) {
     if (threadIdx.x == 0) {
-        for (device::Barrier& barrier : shared.owned_there) barrier.init(1);
-        for (device::Barrier& barrier : shared.there) barrier.init(1);
-        for (device::Barrier& barrier : shared.free) barrier.init(kGroups * kWarpsOfGroup);
+        for (device::Barrier& barrier : shared.owned_full) barrier.init(1);
+        for (device::Barrier& barrier : shared.full) barrier.init(1);
+        for (device::Barrier& barrier : shared.empty) barrier.init(kGroups * kWarpsOfGroup);
         device::publish_barriers();
     }
     __syncthreads();
@@ -129,12 +127,13 @@ struct Turn {
     __device__ int stage() const { return n % kStages; }
     template <class Shared>
     __device__ void wait(Shared& shared) const {
-        shared.there[stage()].wait(n / kStages % 2);
+        shared.full[stage()].wait(n / kStages % 2);
     }
     // This warp reads the n-th tiles no more.
     template <class Shared>
     __device__ static void release(Shared& shared, int n) {
-        if (threadIdx.x % kWarpSize == 0) shared.free[n % kStages].arrive();
+        __syncwarp();
+        if (threadIdx.x % kWarpSize == 0) shared.empty[n % kStages].arrive();
     }
 };
 
@@ -180,10 +179,10 @@ struct Block {
 template <int kGroup, class Shared>
 __device__ inline void begin_scores(float (&scores)[32], float (&dscores)[32], const Shared& shared,
                                     int stage) {
-    const uint32_t a = device::tile_name(shared.owned[0][kGroup]);
-    const uint32_t b = device::tile_name(shared.streamed[stage][0]);
-    const uint32_t da = device::tile_name(shared.owned[1][kGroup]);
-    const uint32_t db = device::tile_name(shared.streamed[stage][1]);
+    const uint32_t a = device::tile_descriptor(shared.owned[0][kGroup]);
+    const uint32_t b = device::tile_descriptor(shared.streamed[stage][0]);
+    const uint32_t da = device::tile_descriptor(shared.owned[1][kGroup]);
+    const uint32_t db = device::tile_descriptor(shared.streamed[stage][1]);
     device::begin_products();
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k) {
@@ -202,7 +201,7 @@ __device__ inline void begin_scores(float (&scores)[32], float (&dscores)[32], c
 // sums (+)= factors (64,64) * tile (64,64), a batch. Adds when `add`.
 __device__ inline void begin_sums(float (&sums)[32], const uint32_t (&factors)[4][4],
                                   const bf16* tile, bool add) {
-    const uint32_t rows = device::tile_name(tile);
+    const uint32_t rows = device::tile_descriptor(tile);
     device::begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -250,7 +249,7 @@ __device__ void run_keys(SharedMemory<kGroups>& shared, const Block<kGroups>& bl
         Turn::release(shared, turn.n);
     }
     if (own >= tiles) return;
-    shared.owned_there[kGroup].wait(0);
+    shared.owned_full[kGroup].wait(0);
     const float log2_scale = shape.scale * kLog2e;
     float scores[32], dscores[32], dk[32], dv[32];
     do {
@@ -323,7 +322,7 @@ __device__ void run_queries(SharedMemory<kGroups>& shared, const Block<kGroups>&
     const float log2_scale = shape.scale * kLog2e;
     const float log2_lse[2] = {values.log2_lse[place], values.log2_lse[place + 8]};
     const float weighted[2] = {values.weighted[place], values.weighted[place + 8]};
-    shared.owned_there[kGroup].wait(0);
+    shared.owned_full[kGroup].wait(0);
     float scores[32], dscores[32], dq[32];
     do {
         const int tile = turn.n, stage = turn.stage();
@@ -379,49 +378,54 @@ template <int kGroups>
 constexpr int kBlockThreads = (kGroups + 1) * kGroupThreads;
 constexpr int kCopyRegisters = 24, kKeyRegisters = 240, kQueryRegisters = 160;
 
+// Of SharedMemory, which begins at a multiple of 1024 bytes.
+template <int kGroups>
+constexpr size_t kSharedBytes = 1024 + (2 * kGroups + 2 * kStages) * kTileBytes
+                                + kStages * 2 * kTile * sizeof(float) +
+                                (kGroups + 2 * kStages) * sizeof(uint64_t);
+
 template <int kGroups>
 __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
     attention_hopper_keys_kernel(bf16* dqkv, const __grid_constant__ CUtensorMap qkv,
                                  const __grid_constant__ CUtensorMap dout, RowValues values,
                                  Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    static_assert(sizeof(SharedMemory<kGroups>) + 1024 <= kSharedBytes<kGroups>);
     auto& shared = shared_memory<kGroups>();
     open_barriers(shared);
     const Block<kGroups> block(shape, false);
     if (threadIdx.x < kGroups * kGroupThreads) {
         by_group<kGroups>([&](auto number) {
-            device::take_registers<kKeyRegisters>();
+            device::increase_registers<kKeyRegisters>();
             run_keys<decltype(number)::value>(shared, block, shape, dqkv);
         });
         return;
     }
-    device::leave_registers<kCopyRegisters>();
+    device::decrease_registers<kCopyRegisters>();
     if (threadIdx.x % kGroupThreads != 0) return;
     const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
     for (int group = 0; group < kGroups; ++group) {
         const int own = block.owned_tile(group);
         if (own >= shape.tiles()) break;
-        device::Barrier& there = shared.owned_there[group];
+        device::Barrier& full = shared.owned_full[group];
         const int row = block.row_of(own, shape);
-        there.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.owned[0][group], &qkv, row, C + column, there);
-        device::copy_tile(shared.owned[1][group], &qkv, row, 2 * C + column, there);
+        full.arrive_and_expect(2 * kTileBytes);
+        device::copy_tile(shared.owned[0][group], &qkv, row, C + column, full);
+        device::copy_tile(shared.owned[1][group], &qkv, row, 2 * C + column, full);
     }
     const int first = block.owned_tile(0);
     for (int tile = first; tile < shape.tiles(); ++tile) {
         const int n = tile - first, stage = n % kStages;
-        if (n >= kStages) shared.free[stage].wait((n / kStages - 1) % 2);
-        device::Barrier& there = shared.there[stage];
+        if (n >= kStages) shared.empty[stage].wait((n / kStages - 1) % 2);
+        device::Barrier& full = shared.full[stage];
         const int row = block.row_of(tile, shape);
         const size_t place = block.place_of(tile, shape);
         constexpr int kValueBytes = kTile * sizeof(float);
-        there.arrive_and_expect(2 * kTileBytes + 2 * kValueBytes);
-        device::copy_tile(shared.streamed[stage][0], &qkv, row, column, there);
-        device::copy_tile(shared.streamed[stage][1], &dout, row, column, there);
-        device::copy_bytes(shared.row_values[stage][0], values.log2_lse + place, kValueBytes,
-                           there);
-        device::copy_bytes(shared.row_values[stage][1], values.weighted + place, kValueBytes,
-                           there);
+        full.arrive_and_expect(2 * kTileBytes + 2 * kValueBytes);
+        device::copy_tile(shared.streamed[stage][0], &qkv, row, column, full);
+        device::copy_tile(shared.streamed[stage][1], &dout, row, column, full);
+        device::copy_bytes(shared.row_values[stage][0], values.log2_lse + place, kValueBytes, full);
+        device::copy_bytes(shared.row_values[stage][1], values.weighted + place, kValueBytes, full);
     }
 #endif
 }
@@ -432,37 +436,38 @@ __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
                                     const __grid_constant__ CUtensorMap dout, RowValues values,
                                     Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    static_assert(sizeof(SharedMemory<kGroups>) + 1024 <= kSharedBytes<kGroups>);
     auto& shared = shared_memory<kGroups>();
     open_barriers(shared);
     const Block<kGroups> block(shape, true);
     if (threadIdx.x < kGroups * kGroupThreads) {
         by_group<kGroups>([&](auto number) {
-            device::take_registers<kQueryRegisters>();
+            device::increase_registers<kQueryRegisters>();
             run_queries<decltype(number)::value>(shared, block, shape, values, dqkv);
         });
         return;
     }
-    device::leave_registers<kCopyRegisters>();
+    device::decrease_registers<kCopyRegisters>();
     if (threadIdx.x % kGroupThreads != 0) return;
     const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
     for (int group = 0; group < kGroups; ++group) {
         const int own = block.owned_tile(group);
         if (own >= shape.tiles()) break;
-        device::Barrier& there = shared.owned_there[group];
+        device::Barrier& full = shared.owned_full[group];
         const int row = block.row_of(own, shape);
-        there.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.owned[0][group], &qkv, row, column, there);
-        device::copy_tile(shared.owned[1][group], &dout, row, column, there);
+        full.arrive_and_expect(2 * kTileBytes);
+        device::copy_tile(shared.owned[0][group], &qkv, row, column, full);
+        device::copy_tile(shared.owned[1][group], &dout, row, column, full);
     }
     const int end = min(block.owned_tile(kGroups), shape.tiles());
     for (int tile = 0; tile < end; ++tile) {
         const int stage = tile % kStages;
-        if (tile >= kStages) shared.free[stage].wait((tile / kStages - 1) % 2);
-        device::Barrier& there = shared.there[stage];
+        if (tile >= kStages) shared.empty[stage].wait((tile / kStages - 1) % 2);
+        device::Barrier& full = shared.full[stage];
         const int row = block.row_of(tile, shape);
-        there.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.streamed[stage][0], &qkv, row, C + column, there);
-        device::copy_tile(shared.streamed[stage][1], &qkv, row, 2 * C + column, there);
+        full.arrive_and_expect(2 * kTileBytes);
+        device::copy_tile(shared.streamed[stage][0], &qkv, row, C + column, full);
+        device::copy_tile(shared.streamed[stage][1], &qkv, row, 2 * C + column, full);
     }
 #endif
 }
@@ -484,60 +489,46 @@ inline Shape make_shape(int B, int T, int NH) {
     return {B, T, NH, 1.0f / std::sqrt(static_cast<float>(kHeadSize))};
 }
 
-// Of SharedMemory, which begins at a multiple of 1024 bytes.
-inline size_t shared_memory_bytes(int groups) {
-    const size_t tiles = static_cast<size_t>(2 * groups + 2 * kStages) * kTileBytes;
-    const size_t values = kStages * 2 * kTile * sizeof(float);
-    return 1024 + tiles + values + (groups + 2 * kStages) * sizeof(uint64_t);
-}
-
 // Bytes of scratch, of which every element is written before it is read.
 inline size_t scratch_bytes(int B, int T, int NH) {
     return 2 * make_shape(B, T, NH).rows() * sizeof(float);
 }
 
-// As attention_backward (launchers.h) for shapes that takes() names. Throws Error when they are too large
-// for one launch, or when the driver cannot name the matrices.
-inline void backward_bf16(bf16* dqkv, const bf16* dout, const bf16* qkv, const bf16* out,
-                          const float* lse, void* scratch, int B, int T, int NH,
-                          cudaStream_t stream) {
-    const Shape shape = make_shape(B, T, NH);
-    const RowValues values{static_cast<float*>(scratch),
-                           static_cast<float*>(scratch) + shape.rows()};
-    constexpr int kRowThreads = 256;
-    const size_t row_blocks = ceil_div<size_t>(shape.rows() * (kHeadSize / 8), kRowThreads);
-    if (static_cast<size_t>(B) * NH * T > INT_MAX / 8) {
-        throw Error(format("attention_backward: B %d, T %d and NH %d are too many for one launch",
-                           B, T, NH));
-    }
-    attention_row_values_kernel<kRowThreads>
-        <<<static_cast<unsigned>(row_blocks), kRowThreads, 0, stream>>>(values, dout, out, lse,
-                                                                        shape);
-    launch_check();
-    const size_t rows = static_cast<size_t>(B) * T, C = shape.channels();
-    const CUtensorMap qkv_map = name_matrix(qkv, rows, 3 * C),
-                      dout_map = name_matrix(dout, rows, C);
-    const auto launch = [&](auto* kernel, int groups) {
-        const size_t shared_bytes = shared_memory_bytes(groups);
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shared_bytes)));
-        kernel<<<static_cast<unsigned>(shape.heads() * shape.blocks_of_head(groups)),
-                 (groups + 1) * kGroupThreads, shared_bytes, stream>>>(dqkv, qkv_map, dout_map,
-                                                                       values, shape);
-        launch_check();
-    };
-    launch(attention_hopper_queries_kernel<kQueryGroups>, kQueryGroups);
-    launch(attention_hopper_keys_kernel<kKeyGroups>, kKeyGroups);
-}
-
-// The same for either type, of which takes() names one.
+// As attention_backward (launchers.h) for types and shapes that takes() names. Throws Error for others, when
+// they are too large for one launch, and when the driver makes no tensor map.
 template <class X>
 void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* lse, void* scratch,
               int B, int T, int NH, cudaStream_t stream) {
-    if constexpr (std::is_same_v<X, bf16>) {
-        backward_bf16(dqkv, dout, qkv, out, lse, scratch, B, T, NH, stream);
-    } else {
+    if constexpr (!std::is_same_v<X, bf16>) {
         throw Error("attention_backward: Hopper's kernels are for bf16");
+    } else {
+        const Shape shape = make_shape(B, T, NH);
+        const RowValues values{static_cast<float*>(scratch),
+                               static_cast<float*>(scratch) + shape.rows()};
+        constexpr int kRowThreads = 256;
+        const size_t row_blocks = ceil_div<size_t>(shape.rows() * (kHeadSize / 8), kRowThreads);
+        if (static_cast<size_t>(B) * NH * T > INT_MAX / 8) {
+            throw Error(format(
+                "attention_backward: B %d, T %d and NH %d are too many for one launch", B, T, NH));
+        }
+        attention_row_values_kernel<kRowThreads>
+            <<<static_cast<unsigned>(row_blocks), kRowThreads, 0, stream>>>(values, dout, out, lse,
+                                                                            shape);
+        launch_check();
+        const size_t rows = static_cast<size_t>(B) * T, C = shape.channels();
+        const CUtensorMap qkv_map = make_tensor_map(qkv, rows, 3 * C),
+                          dout_map = make_tensor_map(dout, rows, C);
+        const auto launch = [&](auto* kernel, int groups, size_t shared_bytes) {
+            cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(shared_bytes)));
+            kernel<<<static_cast<unsigned>(shape.heads() * shape.blocks_of_head(groups)),
+                     (groups + 1) * kGroupThreads, shared_bytes, stream>>>(dqkv, qkv_map, dout_map,
+                                                                           values, shape);
+            launch_check();
+        };
+        launch(attention_hopper_queries_kernel<kQueryGroups>, kQueryGroups,
+               kSharedBytes<kQueryGroups>);
+        launch(attention_hopper_keys_kernel<kKeyGroups>, kKeyGroups, kSharedBytes<kKeyGroups>);
     }
 }
 

@@ -83,8 +83,6 @@ struct Tiles {
 // ------------------------------------------------------------------------------------------------
 // Kernels
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 __device__ inline int lane_index() {
     return static_cast<int>(threadIdx.x) % kWarpSize;
 }

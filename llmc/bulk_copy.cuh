@@ -14,10 +14,10 @@
 
 namespace llmc {
 
-// Names a matrix (rows, columns) of bf16 in device memory, without gaps, for copies of its 64 x 64 tiles
-// into shared memory as wgmma.cuh has them. The matrix begins at a multiple of 16 bytes and so does each
+// The tensor map of a matrix (rows, columns) of bf16 in device memory, without gaps, for copies of its
+// 64 x 64 tiles into shared memory as wgmma.cuh has them. The matrix begins at a multiple of 16 bytes and so does each
 // row. Throws Error when the driver refuses it.
-inline CUtensorMap name_matrix(const __nv_bfloat16* matrix, size_t rows, size_t columns) {
+inline CUtensorMap make_tensor_map(const __nv_bfloat16* matrix, size_t rows, size_t columns) {
     using Encode =
         CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -25,8 +25,13 @@ inline CUtensorMap name_matrix(const __nv_bfloat16* matrix, size_t rows, size_t 
     static const Encode encode = [] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
         cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
                                                     cudaEnableDefault, &result));
+#else
+        cuda_check(
+            cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+#endif
         if (result != cudaDriverEntryPointSuccess) {
             throw Error("the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
         }
@@ -94,7 +99,7 @@ __device__ inline void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Starts copying the tile whose first element is (row, column) of the named matrix; 8192 bytes.
+// Starts copying the tile whose first element is (row, column) of the matrix that a tensor map is for; 8192 bytes.
 __device__ inline void copy_tile(__nv_bfloat16* tile, const CUtensorMap* matrix, int row,
                                  int column, const Barrier& barrier) {
     asm volatile(

@@ -77,6 +77,8 @@ __device__ inline T narrow(float value) {
 //
 // Both within about 2^-22. They flush denormals, which the callers' arguments keep out of play.
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 __device__ inline float approximate_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -19,11 +19,11 @@
 
 namespace llmc::device {
 
-// Names a tile for wgmma: the lower half of a matrix descriptor, of which the upper half is the same for
-// all. Row by row a tile is a factor whose sums run along the rows, transposed one whose sums run from
-// row to row. Added to a name, bytes / 16 lead on: 16 elements of a sum are 32 bytes in the first case,
-// 2048 in the second.
-__device__ inline uint32_t tile_name(const __nv_bfloat16* tile) {
+// The lower half of a tile's matrix descriptor, of which the upper half is the same for all tiles. Row by
+// row a tile is a factor whose sums run along the rows, transposed one whose sums run from row to row.
+// Added to a descriptor, bytes / 16 lead on: 16 elements of a sum are 32 bytes in the first case, 2048 in
+// the second.
+__device__ inline uint32_t tile_descriptor(const __nv_bfloat16* tile) {
     return 1u << 16 | shared_address(tile) >> 4;
 }
 constexpr uint32_t kAlongRows = 32 >> 4, kFromRowToRow = 2048 >> 4;
@@ -33,11 +33,11 @@ constexpr uint32_t kAlongRows = 32 >> 4, kFromRowToRow = 2048 >> 4;
 // Changes how many registers each thread of a warpgroup may use, to a multiple of 8: up to kCount when
 // other warpgroups of the block have left as many, or down.
 template <int kCount>
-__device__ inline void take_registers() {
+__device__ inline void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-__device__ inline void leave_registers() {
+__device__ inline void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 

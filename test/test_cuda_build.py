@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def test_bf16_for_a_gpu_that_has_none_is_one_line(toolkit: list[str], arch: str)
 
 @pytest.mark.parametrize(
     "answer, expected",
-    [("exit 1", ["80", "90"]), ("printf '9.0\\n9.0\\n'", ["90"]), ("echo 8.6", ["86"])],
+    [("exit 1", ["80", "90a"]), ("printf '9.0\\n9.0\\n'", ["90a"]), ("echo 8.6", ["86"])],
     ids=["no GPU", "two of a kind", "another"],
 )
 def test_the_gpu_at_hand_decides_what_is_compiled_for(
@@ -155,7 +156,23 @@ def test_the_gpu_at_hand_decides_what_is_compiled_for(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     line = compile_line([*toolkit, "GPU_ARCH="], SOME_KERNELS)
-    assert re.findall(r"code=sm_(\d+)", line) == expected
+    assert re.findall(r"code=sm_(\d+a?)", line) == expected
+
+
+NVCC = shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("arch", ["80", "100"])
+def test_kernels_for_hopper_compile_for_gpus_before_and_after_it(tmp_path: Path, arch: str) -> None:
+    """Those with wgmma have no body there."""
+    source = tmp_path / "hopper.cu"
+    source.write_text('#include "llmc/attention_hopper.cuh"\n'
+                      "auto* use = &llmc::attention_hopper::backward<llmc::bf16>;\n")
+    command = [NVCC, "-std=c++17", f"-I{REPO_ROOT}", "-DLLMC_BF16", f"-arch=sm_{arch}", "-cubin",
+               "-o", str(tmp_path / "hopper.cubin"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stderr, result.stderr
 
 
 def test_a_tree_without_history_can_be_told_its_commit(toolkit: list[str]) -> None:
