@@ -36,7 +36,7 @@ namespace {
 constexpr const char* kUsage =
     "tune [--out FILE] [--seconds S] [--candidates N] [--model NAME:B[:T]] ...\n"
     "  --out FILE          the table to write (default llmc/matmul_algorithms.inc)\n"
-    "  --seconds S         start no product after S seconds (default 120)\n"
+    "  --seconds S         start no product after S seconds (default 600)\n"
     "  --candidates N      ask the heuristic for N algorithms (default 32)\n"
     "  --neighbours 0|1    try other settings of its algorithms, too (default 1)\n"
     "  --sustained MS      run the best ones of a long product MS milliseconds each without a "
@@ -49,7 +49,7 @@ constexpr const char* kUsage =
 
 struct Arguments {
     std::string out = "llmc/matmul_algorithms.inc";
-    double seconds = 120.0;
+    double seconds = 600.0;
     int candidates = 32;
     bool neighbours = true;
     int sustained_ms = 300;
@@ -722,7 +722,7 @@ void run(const Arguments& arguments) {
     matmul_detail::open(lt);
     std::vector<TunedProduct> rows = tuned_products();
     write_table(arguments.out, rows);  // a path that cannot be written is found out now
-    std::printf("%s, cuBLASLt %zu, %zu products, at most %.0f s\n\n", lt.gpu.c_str(),
+    std::printf("%s, cuBLASLt %zu, %zu products, none begun after %.0f s\n\n", lt.gpu.c_str(),
                 cublasLtGetVersion(), works.size(), arguments.seconds);
     std::printf("%-24s %-44s %9s %9s %7s %8s  %s\n", "product", "", "first us", "best us", "gain",
                 "TFLOP/s", "algorithm");
