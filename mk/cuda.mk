@@ -28,8 +28,8 @@ cuda_checks = $(if $(CUDA_TOO_OLD),$(error PRECISION=BF16 needs compute capabili
 nvcc_lib = $(foreach d,$(filter-out $(LIB_DIRS),$($(1)_LIB)),-L$(d) -Xlinker -rpath,$(d))
 
 # -O is the host code's; kernels are optimised as far as nvcc goes in any case. The host's compiler would
-# take half of a build's time for -O3, and the host has little to compute; -Og, where a file is host code
-# alone, takes two thirds of -O1's time. sm_90a is sm_90 with wgmma (llmc/wgmma.cuh).
+# take half of a build's time for -O3, and the host has little to compute; -Og, for the trainer's own code,
+# takes two thirds of -O1's time. sm_90a is sm_90 with wgmma (llmc/wgmma.cuh).
 CUDA_HOST_FLAGS = -std=c++17 -O1 -I. $(if $(WARNINGS_ARE_ERRORS),-Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-pthread,-ffp-contract=off -DLLMC_$(CUDA_PRECISION) \
     $(if $(CUDA_GRAD_FP32),-DLLMC_GRAD_FP32) $(if $(WITH_CUDNN),-DLLMC_CUDNN) \
@@ -58,7 +58,7 @@ ifneq ($(WITH_CUDNN),)
 CUDNN_OBJECT := $(BUILD)/cudnn/cudnn_att.o
 CUDA_CUDNN_LIBS = $(call nvcc_lib,CUDNN)
 endif
-CUDNN_COMPILE = $(NVCC) -std=c++17 -I. -Xcompiler -Og,-Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
+CUDNN_COMPILE = $(NVCC) -std=c++17 -O1 -I. -Xcompiler -Wall,-Wextra -isystem $(CUDNN_FRONTEND_INC) \
     $(call inc,CUDNN) -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING -DCUDNN_FRONTEND_SKIP_JSON_LIB
 
 # The trainer's own code is C++, and the kernels are objects beside it, so that all of it is compiled at
