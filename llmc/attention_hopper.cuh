@@ -3,7 +3,7 @@
 //
 // A block has two or three warpgroups. Each owns 64 rows of one head and shares with the others the tiles
 // of 64 rows that stream past them: for the gradients of k and v it owns keys and values and streams
-// queries and dout, for that of q the other way round. One thread more starts all copies; warpgroups wait
+// queries and dout, for that of q the other way round. A thread of one warpgroup more starts all copies; warpgroups wait
 // for tiles, and not for each other. Scores are computed with the owned rows as rows, so that p
 // and ds are in registers what the next product takes for its first factor, and nothing but the streamed
 // tiles goes through shared memory. A row's sums are added up by one warpgroup in the order of the tiles:

@@ -15,9 +15,9 @@ cuda_dir = $(BUILD)/cuda-$(call lower,$(1))$(if $(2),-gradfp32)$(if $(call with_
 CUDA_DIR := $(call cuda_dir,$(CUDA_PRECISION),$(CUDA_GRAD_FP32))$(if $(filter 1,$(SWITCHES)),-switches)
 
 # The GPU at hand, else the two generations that this project is tuned for. Asked only in a recipe:
-# nvidia-smi is slow.
-detected_arch = $(or $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)),80 90)
-CUDA_ARCHS = $(eval CUDA_ARCHS := $(or $(GPU_ARCH),$(detected_arch)))$(CUDA_ARCHS)
+# nvidia-smi is slow, and prints what is wrong where it should print numbers.
+detected_arch = $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+[.][0-9]' | sort -u),80 90)
+CUDA_ARCHS = $(eval CUDA_ARCHS := $(subst .,,$(or $(GPU_ARCH),$(detected_arch))))$(CUDA_ARCHS)
 CUDA_TOO_OLD = $(if $(filter BF16,$(CUDA_PRECISION)),$(filter 50 52 53 60 61 62 70 72 75,$(CUDA_ARCHS)))
 # Stops with one line where the build cannot be made.
 cuda_checks = $(if $(CUDA_TOO_OLD),$(error PRECISION=BF16 needs compute capability 8.0 or newer, sm_$(firstword $(CUDA_TOO_OLD)) has none: use PRECISION=FP32)) \

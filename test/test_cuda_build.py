@@ -144,8 +144,9 @@ def test_bf16_for_a_gpu_that_has_none_is_one_line(toolkit: list[str], arch: str)
 
 @pytest.mark.parametrize(
     "answer, expected",
-    [("exit 1", ["80", "90a"]), ("printf '9.0\\n9.0\\n'", ["90a"]), ("echo 8.6", ["86"])],
-    ids=["no GPU", "two of a kind", "another"],
+    [("exit 1", ["80", "90a"]), ("printf '9.0\\n9.0\\n'", ["90a"]), ("echo 8.6", ["86"]),
+     ("echo NVIDIA-SMI has failed because ...; exit 9", ["80", "90a"])],
+    ids=["no GPU", "two of a kind", "another", "no driver"],
 )
 def test_the_gpu_at_hand_decides_what_is_compiled_for(
     toolkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str,
@@ -157,6 +158,11 @@ def test_the_gpu_at_hand_decides_what_is_compiled_for(
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     line = compile_line([*toolkit, "GPU_ARCH="], SOME_KERNELS)
     assert re.findall(r"code=sm_(\d+a?)", line) == expected
+
+
+def test_an_architecture_with_a_dot_is_the_one_without(toolkit: list[str]) -> None:
+    line = compile_line([*toolkit, "GPU_ARCH=9.0"], SOME_KERNELS)
+    assert "arch=compute_90a,code=sm_90a" in line
 
 
 NVCC = shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
