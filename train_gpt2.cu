@@ -154,8 +154,9 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t firs
     const size_t tensors = model->num_segments;
     for (const TreeNode& node : nodes) {
         if (planted_fault() == Fault::fused_leaf && node.left == 0) {
-            if (node.out == kGradients) continue;
-            copy_gradients(model, model->spares[node.out], model->grads);
+            if (node.out != kGradients) {
+                copy_gradients(model, model->spares[node.out], model->grads);
+            }
             continue;
         }
         const size_t table = detail::tree_table(node.left, node.out != kGradients);

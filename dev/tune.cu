@@ -5,13 +5,12 @@
 // neighbours, which it does not name, are tried too. They run in turns on random data, are dropped as
 // they fall behind, and what is left is ordered by the median time. Long products put a GPU at its
 // power limit, where the one that needs less energy runs at a higher clock: of these the best ones run
-// once more, each for a while without a pause, and those times decide. The fastest ones are checked: the same bits in every run, whatever the workspace holds
-// and wherever it lies; the numbers of the heuristic's first; and on whole numbers, where every sum
-// is exact, the one right rounding. Products go by their share of a training step, the longest first,
+// once more, each for a while without a pause, and those times decide. The fastest ones are checked:
+// the same bits in every run, whatever the workspace holds and wherever it lies; the numbers of the
+// heuristic's first; and on whole numbers, where every sum is exact, the one right rounding. Products go by their share of a training step, the longest first,
 // and the table is written after each, so that a run that is stopped is worth what it has done.
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -20,7 +19,6 @@
 #include <numeric>
 #include <optional>
 #include <random>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,8 +98,12 @@ Arguments parse_arguments(int argc, char** argv) {
             std::printf("%s", kUsage);
             std::exit(0);
         }
-        if (flag == "--missing" || flag == "--verbose") {
-            (flag == "--missing" ? arguments.missing : arguments.verbose) = true;
+        if (flag == "--missing") {
+            arguments.missing = true;
+            continue;
+        }
+        if (flag == "--verbose") {
+            arguments.verbose = true;
             continue;
         }
         if (i + 1 == argc) throw Error(flag + ": unknown, or its value is missing; see --help");
@@ -420,12 +422,10 @@ bool reduces_in_order(const cublasLtMatmulAlgo_t& algorithm) {
            scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 }
 
-// Whether the trainer could take it from the table.
-bool accepted(CublasLt& lt, const Workbench& bench, const cublasLtMatmulAlgo_t& algorithm) {
-    TunedProduct row{};
-    std::copy(std::begin(algorithm.data), std::end(algorithm.data), row.algorithm.begin());
-    Product product = bench.product();  // the same descriptors
-    return matmul_detail::take_tuned(lt, row, &product);
+bool is_among(const std::vector<Candidate>& candidates, const cublasLtMatmulAlgo_t& algorithm) {
+    return std::any_of(candidates.begin(), candidates.end(), [&](const Candidate& candidate) {
+        return same(candidate.algorithm, algorithm);
+    });
 }
 
 // The heuristic's first, then what it names for the trainer's workspace, then for none.
@@ -437,11 +437,11 @@ std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int
             lt, bench.key(), bench.product(), workspace, &found);
         if (status != CUBLAS_STATUS_SUCCESS) return;
         for (const cublasLtMatmulHeuristicResult_t& result : found) {
-            const bool known = std::any_of(
-                candidates.begin(), candidates.end(),
-                [&](const Candidate& candidate) { return same(candidate.algorithm, result.algo); });
-            if (known || !reduces_in_order(result.algo)) continue;
-            if (!candidates.empty() && !accepted(lt, bench, result.algo)) continue;
+            if (is_among(candidates, result.algo) || !reduces_in_order(result.algo)) continue;
+            if (!candidates.empty() &&
+                !matmul_detail::workspace_of(lt, bench.product(), result.algo)) {
+                continue;
+            }
             candidates.push_back(
                 {result.algo, result.workspaceSize, static_cast<int>(candidates.size())});
         }
@@ -455,71 +455,37 @@ std::vector<Candidate> find_candidates(CublasLt& lt, const Workbench& bench, int
 // Adds to the candidates what the library says runs, too, though the heuristic does not name it: those
 // with another cluster or custom option. (With every tile there are ten times as many; they take ten
 // seconds a product, and few of them win, by a percent.)
-class Neighbours {
-  public:
-    Neighbours(CublasLt& lt, const Workbench& bench, std::vector<Candidate>* candidates)
-        : lt_(lt), product_(bench.product()), candidates_(candidates) {
-        for (const Candidate& candidate : *candidates) is_new(candidate.algorithm);
-    }
-
-    void add() {
-        const std::vector<Candidate> named = *candidates_;
-        for (const Candidate& base : named) {
-            if (!has_clusters(base.algorithm)) continue;
-            for (const uint16_t cluster :
-                 {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
-                  CUBLASLT_CLUSTER_SHAPE_1x2x1, CUBLASLT_CLUSTER_SHAPE_2x2x1,
-                  CUBLASLT_CLUSTER_SHAPE_4x1x1, CUBLASLT_CLUSTER_SHAPE_1x4x1}) {
-                add_with_cluster(base.algorithm, cluster);
-            }
+void add_neighbours(CublasLt& lt, const Workbench& bench, std::vector<Candidate>* candidates) {
+    constexpr uint16_t kClusters[] = {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
+                                      CUBLASLT_CLUSTER_SHAPE_1x2x1, CUBLASLT_CLUSTER_SHAPE_2x2x1,
+                                      CUBLASLT_CLUSTER_SHAPE_4x1x1, CUBLASLT_CLUSTER_SHAPE_1x4x1};
+    constexpr uint32_t kMostOptions = 16;
+    const size_t named = candidates->size();
+    for (size_t i = 0; i < named; ++i) {
+        const cublasLtMatmulAlgo_t base = (*candidates)[i].algorithm;
+        if (config_of<uint16_t>(base, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) ==
+            CUBLASLT_CLUSTER_SHAPE_AUTO) {
+            continue;  // of an older generation of GPUs
         }
-    }
-
-  private:
-    static bool has_clusters(const cublasLtMatmulAlgo_t& algorithm) {
-        return config_of<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) !=
-               CUBLASLT_CLUSTER_SHAPE_AUTO;
-    }
-
-    bool is_new(const cublasLtMatmulAlgo_t& algorithm) {
-        std::array<uint64_t, 8> words;
-        std::copy(std::begin(algorithm.data), std::end(algorithm.data), words.begin());
-        return known_.insert(words).second;
-    }
-
-    void add_with_cluster(const cublasLtMatmulAlgo_t& base, uint16_t cluster) {
-        constexpr uint32_t kMostOptions = 16;
         uint32_t most = 0;
         size_t written = 0;
         cublas_check(cublasLtMatmulAlgoCapGetAttribute(&base, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX,
                                                        &most, sizeof(most), &written));
-        for (uint32_t option = 0; option <= std::min(most, kMostOptions - 1); ++option) {
-            cublasLtMatmulAlgo_t other = base;
-            if (set_config(&other, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster) &&
-                set_config(&other, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option)) {
-                add_if_it_runs(other);
+        for (const uint16_t cluster : kClusters) {
+            for (uint32_t option = 0; option <= std::min(most, kMostOptions - 1); ++option) {
+                cublasLtMatmulAlgo_t other = base;
+                if (!set_config(&other, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster) ||
+                    !set_config(&other, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option) ||
+                    is_among(*candidates, other)) {
+                    continue;
+                }
+                const auto workspace = matmul_detail::workspace_of(lt, bench.product(), other);
+                if (!workspace) continue;
+                candidates->push_back({other, *workspace, static_cast<int>(candidates->size())});
             }
         }
     }
-
-    void add_if_it_runs(const cublasLtMatmulAlgo_t& algorithm) {
-        if (!is_new(algorithm)) return;
-        cublasLtMatmulHeuristicResult_t result{};
-        const cublasStatus_t status =
-            cublasLtMatmulAlgoCheck(lt_.handle, product_.desc, product_.a, product_.b, product_.d,
-                                    product_.d, &algorithm, &result);
-        if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > CublasLt::kWorkspaceBytes) {
-            return;
-        }
-        candidates_->push_back(
-            {algorithm, result.workspaceSize, static_cast<int>(candidates_->size())});
-    }
-
-    CublasLt& lt_;
-    const Product& product_;
-    std::vector<Candidate>* candidates_;
-    std::set<std::array<uint64_t, 8>> known_;
-};
+}
 
 // ---- one product ----
 
@@ -627,7 +593,7 @@ Outcome tune(CublasLt& lt, const Work& work, const Arguments& arguments, double 
         outcome.text = "the library has no algorithm";
         return outcome;
     }
-    if (arguments.neighbours) Neighbours(lt, bench, &candidates).add();
+    if (arguments.neighbours) add_neighbours(lt, bench, &candidates);
     bench.fill(false);
     const std::vector<Candidate*> finalists = fastest_of(bench, candidates, arguments, deadline);
     if (arguments.verbose) {

@@ -1,14 +1,15 @@
 // Backward pass of causal attention on Hopper, for heads of 64 in bf16 (method: Dao 2023,
 // FlashAttention-2).
 //
-// A block has two or three warpgroups. Each owns 64 rows of one head and shares with the others the tiles
-// of 64 rows that stream past them: for the gradients of k and v it owns keys and values and streams
-// queries and dout, for that of q the other way round. A thread of one warpgroup more starts all copies; warpgroups wait
-// for tiles, and not for each other. Scores are computed with the owned rows as rows, so that p
-// and ds are in registers what the next product takes for its first factor, and nothing but the streamed
-// tiles goes through shared memory. A row's sums are added up by one warpgroup in the order of the tiles:
-// no atomics, no (T,T) matrix, and bits that depend on the shape alone. The price is 7 products instead of
-// 5, and every exponential twice.
+// A block has two or three warpgroups. Each owns 64 rows of one head and shares with the others
+// the tiles of 64 rows that stream past them: for the gradients of k and v it owns keys and
+// values and streams queries and dout, for that of q the other way round. A thread of one
+// warpgroup more starts all copies; warpgroups wait for tiles, and not for each other. Scores are
+// computed with the owned rows as rows, so that p and ds are in registers what the next product
+// takes for its first factor, and nothing but the streamed tiles goes through shared memory. A
+// row's sums are added up by one warpgroup in the order of the tiles: no atomics, no (T,T)
+// matrix, and bits that depend on the shape alone. The price is 7 products instead of 5, and
+// every exponential twice.
 //
 // Bound by products, 7 T^2 HS FLOP a head, and the exponentials between them, which a warpgroup does one
 // after the other: while one is at its exponentials, the tensor cores work for the others. On an H200 at
@@ -34,10 +35,10 @@ constexpr int kHeadSize = 64, kTile = 64;  // a tile is kTile rows of a head
 constexpr int kTileElements = kTile * kHeadSize, kTileBytes = kTileElements * 2;
 // Warpgroups of a block; the sums for dk and dv leave registers for two of them alone.
 constexpr int kKeyGroups = 2, kQueryGroups = 3;
-constexpr int kGroupThreads = 128, kWarpsOfGroup = 4;
+constexpr int kGroupThreads = 128, kWarpsOfGroup = kGroupThreads / kWarpSize;
 constexpr int kStages = 4;
-constexpr int kHeadsTogether =
-    64;  // heads whose blocks follow one another, for the L2 cache's sake
+// Heads whose blocks follow one another, for the L2 cache's sake.
+constexpr int kHeadsTogether = 64;
 
 struct Shape {
     int B, T, NH;
@@ -47,9 +48,7 @@ struct Shape {
     __host__ __device__ size_t rows() const { return static_cast<size_t>(heads()) * T; }
     __host__ __device__ int tiles() const { return T / kTile; }
     // Blocks of `groups` warpgroups.
-    __host__ __device__ int blocks_of_head(int groups) const {
-        return (tiles() + groups - 1) / groups;
-    }
+    __host__ __device__ int blocks_of_head(int groups) const { return ceil_div(tiles(), groups); }
     __host__ __device__ size_t channels() const { return static_cast<size_t>(NH) * kHeadSize; }
 };
 
@@ -90,8 +89,6 @@ __global__ void __launch_bounds__(kThreads)
     values.log2_lse[place] = lse[place] * kLog2e;
 }
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
 template <int kGroups>
 struct SharedMemory {
     bf16 owned[2][kGroups][kTileElements];
@@ -100,6 +97,11 @@ struct SharedMemory {
     // What a warpgroup owns is there; a stage's tiles are there; a stage may be filled again.
     device::Barrier owned_full[kGroups], full[kStages], empty[kStages];
 };
+template <int kGroups>
+constexpr size_t kSharedBytes = sizeof(SharedMemory<kGroups>) +
+                                1024;  // begins at a multiple of 1024
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kGroups>
 __device__ SharedMemory<kGroups>& shared_memory() {
@@ -217,9 +219,7 @@ __device__ inline void to_factors(uint32_t (&factors)[4][4], const float (&sums)
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const __nv_bfloat162 pair =
-                __floats2bfloat162_rn(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
-            factors[k][i] = *reinterpret_cast<const uint32_t*>(&pair);
+            factors[k][i] = two_halves(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
         }
     }
 }
@@ -230,9 +230,8 @@ __device__ inline void store_rows(bf16* to, size_t stride, const float (&sums)[3
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            *reinterpret_cast<__nv_bfloat162*>(to + half * 8 * stride + 8 * n) =
-                __floats2bfloat162_rn(sums[4 * n + 2 * half] * factor,
-                                      sums[4 * n + 2 * half + 1] * factor);
+            *reinterpret_cast<uint32_t*>(to + half * 8 * stride + 8 * n) =
+                two_halves(sums[4 * n + 2 * half] * factor, sums[4 * n + 2 * half + 1] * factor);
         }
     }
 }
@@ -370,6 +369,26 @@ __device__ inline void by_group(Run&& run) {
     }
 }
 
+// What a block's copying thread does: owned(group, row) starts the two copies of what a warpgroup owns,
+// streamed(stage, tile) those of tile first ... end - 1 that stream past, of `bytes` together.
+template <int kGroups, class Owned, class Streamed>
+__device__ void start_copies(SharedMemory<kGroups>& shared, const Block<kGroups>& block,
+                             const Shape& shape, int first, int end, int bytes, Owned&& owned,
+                             Streamed&& streamed) {
+    for (int group = 0; group < kGroups; ++group) {
+        const int own = block.owned_tile(group);
+        if (own >= shape.tiles()) break;
+        shared.owned_full[group].arrive_and_expect(2 * kTileBytes);
+        owned(group, block.row_of(own, shape));
+    }
+    for (int tile = first; tile < end; ++tile) {
+        const int n = tile - first, stage = n % kStages;
+        if (n >= kStages) shared.empty[stage].wait((n / kStages - 1) % 2);
+        shared.full[stage].arrive_and_expect(bytes);
+        streamed(stage, tile);
+    }
+}
+
 #endif
 
 // A block's threads: its warpgroups, and one more, whose first thread starts all copies and whose
@@ -378,19 +397,12 @@ template <int kGroups>
 constexpr int kBlockThreads = (kGroups + 1) * kGroupThreads;
 constexpr int kCopyRegisters = 24, kKeyRegisters = 240, kQueryRegisters = 160;
 
-// Of SharedMemory, which begins at a multiple of 1024 bytes.
-template <int kGroups>
-constexpr size_t kSharedBytes = 1024 + (2 * kGroups + 2 * kStages) * kTileBytes
-                                + kStages * 2 * kTile * sizeof(float) +
-                                (kGroups + 2 * kStages) * sizeof(uint64_t);
-
 template <int kGroups>
 __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
     attention_hopper_keys_kernel(bf16* dqkv, const __grid_constant__ CUtensorMap qkv,
                                  const __grid_constant__ CUtensorMap dout, RowValues values,
                                  Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    static_assert(sizeof(SharedMemory<kGroups>) + 1024 <= kSharedBytes<kGroups>);
     auto& shared = shared_memory<kGroups>();
     open_barriers(shared);
     const Block<kGroups> block(shape, false);
@@ -404,29 +416,25 @@ __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
     device::decrease_registers<kCopyRegisters>();
     if (threadIdx.x % kGroupThreads != 0) return;
     const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
-    for (int group = 0; group < kGroups; ++group) {
-        const int own = block.owned_tile(group);
-        if (own >= shape.tiles()) break;
-        device::Barrier& full = shared.owned_full[group];
-        const int row = block.row_of(own, shape);
-        full.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.owned[0][group], &qkv, row, C + column, full);
-        device::copy_tile(shared.owned[1][group], &qkv, row, 2 * C + column, full);
-    }
-    const int first = block.owned_tile(0);
-    for (int tile = first; tile < shape.tiles(); ++tile) {
-        const int n = tile - first, stage = n % kStages;
-        if (n >= kStages) shared.empty[stage].wait((n / kStages - 1) % 2);
-        device::Barrier& full = shared.full[stage];
-        const int row = block.row_of(tile, shape);
-        const size_t place = block.place_of(tile, shape);
-        constexpr int kValueBytes = kTile * sizeof(float);
-        full.arrive_and_expect(2 * kTileBytes + 2 * kValueBytes);
-        device::copy_tile(shared.streamed[stage][0], &qkv, row, column, full);
-        device::copy_tile(shared.streamed[stage][1], &dout, row, column, full);
-        device::copy_bytes(shared.row_values[stage][0], values.log2_lse + place, kValueBytes, full);
-        device::copy_bytes(shared.row_values[stage][1], values.weighted + place, kValueBytes, full);
-    }
+    constexpr int kValueBytes = kTile * sizeof(float);
+    start_copies(
+        shared, block, shape, block.owned_tile(0), shape.tiles(), 2 * kTileBytes + 2 * kValueBytes,
+        [&](int group, int row) {
+            device::Barrier& full = shared.owned_full[group];
+            device::copy_tile(shared.owned[0][group], &qkv, row, C + column, full);
+            device::copy_tile(shared.owned[1][group], &qkv, row, 2 * C + column, full);
+        },
+        [&](int stage, int tile) {
+            device::Barrier& full = shared.full[stage];
+            const int row = block.row_of(tile, shape);
+            const size_t place = block.place_of(tile, shape);
+            device::copy_tile(shared.streamed[stage][0], &qkv, row, column, full);
+            device::copy_tile(shared.streamed[stage][1], &dout, row, column, full);
+            device::copy_bytes(shared.row_values[stage][0], values.log2_lse + place, kValueBytes,
+                               full);
+            device::copy_bytes(shared.row_values[stage][1], values.weighted + place, kValueBytes,
+                               full);
+        });
 #endif
 }
 
@@ -436,7 +444,6 @@ __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
                                     const __grid_constant__ CUtensorMap dout, RowValues values,
                                     Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    static_assert(sizeof(SharedMemory<kGroups>) + 1024 <= kSharedBytes<kGroups>);
     auto& shared = shared_memory<kGroups>();
     open_barriers(shared);
     const Block<kGroups> block(shape, true);
@@ -450,25 +457,19 @@ __global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
     device::decrease_registers<kCopyRegisters>();
     if (threadIdx.x % kGroupThreads != 0) return;
     const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
-    for (int group = 0; group < kGroups; ++group) {
-        const int own = block.owned_tile(group);
-        if (own >= shape.tiles()) break;
-        device::Barrier& full = shared.owned_full[group];
-        const int row = block.row_of(own, shape);
-        full.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.owned[0][group], &qkv, row, column, full);
-        device::copy_tile(shared.owned[1][group], &dout, row, column, full);
-    }
-    const int end = min(block.owned_tile(kGroups), shape.tiles());
-    for (int tile = 0; tile < end; ++tile) {
-        const int stage = tile % kStages;
-        if (tile >= kStages) shared.empty[stage].wait((tile / kStages - 1) % 2);
-        device::Barrier& full = shared.full[stage];
-        const int row = block.row_of(tile, shape);
-        full.arrive_and_expect(2 * kTileBytes);
-        device::copy_tile(shared.streamed[stage][0], &qkv, row, C + column, full);
-        device::copy_tile(shared.streamed[stage][1], &qkv, row, 2 * C + column, full);
-    }
+    start_copies(
+        shared, block, shape, 0, min(block.owned_tile(kGroups), shape.tiles()), 2 * kTileBytes,
+        [&](int group, int row) {
+            device::Barrier& full = shared.owned_full[group];
+            device::copy_tile(shared.owned[0][group], &qkv, row, column, full);
+            device::copy_tile(shared.owned[1][group], &dout, row, column, full);
+        },
+        [&](int stage, int tile) {
+            device::Barrier& full = shared.full[stage];
+            const int row = block.row_of(tile, shape);
+            device::copy_tile(shared.streamed[stage][0], &qkv, row, C + column, full);
+            device::copy_tile(shared.streamed[stage][1], &qkv, row, 2 * C + column, full);
+        });
 #endif
 }
 

@@ -15,8 +15,8 @@
 namespace llmc {
 
 // The tensor map of a matrix (rows, columns) of bf16 in device memory, without gaps, for copies of its
-// 64 x 64 tiles into shared memory as wgmma.cuh has them. The matrix begins at a multiple of 16 bytes and so does each
-// row. Throws Error when the driver refuses it.
+// 64 x 64 tiles into shared memory as wgmma.cuh has them. The matrix begins at a multiple of 16 bytes and
+// so does each row. Throws Error when the driver refuses it.
 inline CUtensorMap make_tensor_map(const __nv_bfloat16* matrix, size_t rows, size_t columns) {
     using Encode =
         CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -52,8 +52,6 @@ inline CUtensorMap make_tensor_map(const __nv_bfloat16* matrix, size_t rows, siz
 }
 
 namespace device {
-
-#if __CUDA_ARCH__ >= 900
 
 // A barrier in shared memory, which opens again and again: each time when `arrivals` threads have arrived
 // and the bytes announced with them are there.
@@ -94,12 +92,15 @@ class Barrier {
     uint64_t state_;
 };
 
+#if __CUDA_ARCH__ >= 900
+
 // After init() of barriers and before the block's first __syncthreads.
 __device__ inline void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Starts copying the tile whose first element is (row, column) of the matrix that a tensor map is for; 8192 bytes.
+// Starts copying the tile whose first element is (row, column) of the matrix that a tensor map is for;
+// 8192 bytes.
 __device__ inline void copy_tile(__nv_bfloat16* tile, const CUtensorMap* matrix, int row,
                                  int column, const Barrier& barrier) {
     asm volatile(

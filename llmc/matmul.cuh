@@ -29,6 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -139,17 +140,25 @@ inline cublasStatus_t heuristic_algorithms(CublasLt& lt, const ProductKey& key,
     return none ? CUBLAS_STATUS_NOT_SUPPORTED : status;
 }
 
+// Bytes of workspace that an algorithm needs for a product; nothing when the library does not run it, or
+// not in the workspace that there is.
+inline std::optional<size_t> workspace_of(CublasLt& lt, const Product& product,
+                                          const cublasLtMatmulAlgo_t& algo) {
+    cublasLtMatmulHeuristicResult_t result{};
+    const cublasStatus_t status = cublasLtMatmulAlgoCheck(
+        lt.handle, product.desc, product.a, product.b, product.d, product.d, &algo, &result);
+    if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > CublasLt::kWorkspaceBytes) {
+        return std::nullopt;
+    }
+    return result.workspaceSize;
+}
+
 // Takes the algorithm of a row. False when the library refuses it for this product.
 inline bool take_tuned(CublasLt& lt, const TunedProduct& row, Product* product) {
     cublasLtMatmulAlgo_t algo;
     static_assert(sizeof(algo.data) == sizeof(row.algorithm), "another cublasLtMatmulAlgo_t");
     std::copy(row.algorithm.begin(), row.algorithm.end(), algo.data);
-    cublasLtMatmulHeuristicResult_t result{};
-    const cublasStatus_t status = cublasLtMatmulAlgoCheck(
-        lt.handle, product->desc, product->a, product->b, product->d, product->d, &algo, &result);
-    if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > CublasLt::kWorkspaceBytes) {
-        return false;
-    }
+    if (!workspace_of(lt, *product, algo)) return false;
     product->algo = algo;
     product->tuned = true;
     return true;
