@@ -1,22 +1,27 @@
 // Backward pass of causal attention on Hopper, for heads of 64 in bf16 (method: Dao 2023,
-// FlashAttention-2).
+// FlashAttention-2; that warpgroups take turns at their exponentials: Shah et al. 2024,
+// FlashAttention-3).
 //
 // A block has two or three warpgroups. Each owns 64 rows of one head and shares with the others
 // the tiles of 64 rows that stream past them: for the gradients of k and v it owns keys and
-// values and streams queries and dout, for that of q the other way round. A thread of one
-// warpgroup more starts all copies; warpgroups wait for tiles, and not for each other. Scores are
-// computed with the owned rows as rows, so that p and ds are in registers what the next product
-// takes for its first factor, and nothing but the streamed tiles goes through shared memory. A
-// row's sums are added up by one warpgroup in the order of the tiles: no atomics, no (T,T)
-// matrix, and bits that depend on the shape alone. The price is 7 products instead of 5, and
-// every exponential twice.
+// values and streams queries and dout, for that of q the other way round. Scores are computed
+// with the owned rows as rows, so that p and ds are in registers what the next product takes for
+// its first factor, and nothing but tiles goes through shared memory. A row's sums are added up by
+// one warpgroup in the order of the tiles: no atomics on them, no (T,T) matrix, and bits that
+// depend on the shape alone. The price is 7 products instead of 5, and every exponential twice.
 //
-// Bound by products, 7 T^2 HS FLOP a head, and the exponentials between them, which a warpgroup does one
-// after the other: while one is at its exponentials, the tensor cores work for the others. On an H200 at
-// B 64, T 1024, 12 heads 1.01 ms, 255 TFLOP/s of the 5 products that are needed; each kernel by itself 0.38 ms
-// (q), 0.59 (k and v), 0.06 (values of rows).
+// A block stays on its multiprocessor and takes one item of work after another: a row of tiles of
+// one head, one for each warpgroup. A thread of one warpgroup more starts all copies, those of the
+// next item and those of results back to memory while the warpgroups are at this one. Blocks with
+// one item each spent a quarter of their time on the start and the end of it.
+//
+// Bound by products, 7 T^2 HS FLOP a head, and by the exponentials between them, of which a
+// multiprocessor makes 16 a cycle: half as long as a tile's three or four products. On an H200 at
+// B 64, T 1024, 12 heads 0.76 ms, 338 TFLOP/s of the 5 products that are needed: 0.35 for q, 0.41
+// for k and v; 0.82 without a pause, at the power limit.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstddef>
@@ -33,11 +38,9 @@ namespace llmc::attention_hopper {
 
 constexpr int kHeadSize = 64, kTile = 64;  // a tile is kTile rows of a head
 constexpr int kTileElements = kTile * kHeadSize, kTileBytes = kTileElements * 2;
-// Warpgroups of a block; the sums for dk and dv leave registers for two of them alone.
-constexpr int kKeyGroups = 2, kQueryGroups = 3;
 constexpr int kGroupThreads = 128, kWarpsOfGroup = kGroupThreads / kWarpSize;
 constexpr int kStages = 4;
-// Heads whose blocks follow one another, for the L2 cache's sake.
+// Heads whose items follow one another, for the L2 cache's sake.
 constexpr int kHeadsTogether = 64;
 
 struct Shape {
@@ -47,12 +50,14 @@ struct Shape {
     __host__ __device__ int heads() const { return B * NH; }
     __host__ __device__ size_t rows() const { return static_cast<size_t>(heads()) * T; }
     __host__ __device__ int tiles() const { return T / kTile; }
-    // Blocks of `groups` warpgroups.
-    __host__ __device__ int blocks_of_head(int groups) const { return ceil_div(tiles(), groups); }
+    // Of `groups` tiles each.
+    __host__ __device__ int items_of_head(int groups) const { return ceil_div(tiles(), groups); }
+    __host__ __device__ int items(int groups) const { return heads() * items_of_head(groups); }
     __host__ __device__ size_t channels() const { return static_cast<size_t>(NH) * kHeadSize; }
 };
 
-// What is the same for all products of a row, in the launcher's scratch.
+// What is the same for all products of a row, in the launcher's scratch: the kernel for queries
+// leaves it there for the one for keys.
 struct RowValues {
     float* log2_lse;  // (B,NH,T)  lse * log2(e)
     float* weighted;  // (B,NH,T)  sum over the head of dout * out, D in the papers
@@ -61,62 +66,45 @@ struct RowValues {
 // ============================================================================
 // kernels
 
-// Bound by memory: reads dout and out once, at 80 % of the copy bandwidth (4.2 TB/s).
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
-    attention_row_values_kernel(RowValues values, const bf16* dout, const bf16* out,
-                                const float* lse, Shape shape) {
-    constexpr int kLanes = kHeadSize / 8;  // of a row, each with 16 bytes
-    const size_t thread = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x;
-    const size_t row = thread / kLanes;  // of (B,T,NH)
-    const bool valid = row < shape.rows();
-    float sum = 0.0f;
-    if (valid) {
-        float a[8], b[8];
-        unpack(a, load128(dout + thread * 8));
-        unpack(b, load128(out + thread * 8));
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum = fmaf(a[i], b[i], sum);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    }
-    if (!valid || thread % kLanes != 0) return;
-    const size_t head = row / (static_cast<size_t>(shape.NH) * shape.T) * shape.NH + row % shape.NH;
-    const size_t place = head * shape.T + row / shape.NH % shape.T;
-    values.weighted[place] = sum;
-    values.log2_lse[place] = lse[place] * kLog2e;
-}
-
-template <int kGroups>
+// Of a block with kGroups_ warpgroups, of which each owns kParts tiles.
+template <int kGroups_, int kParts>
 struct SharedMemory {
-    bf16 owned[2][kGroups][kTileElements];
+    static constexpr int kGroups = kGroups_;
+
+    // Of two items in turn: what each warpgroup owns, and then its results.
+    bf16 owned[2][kParts][kGroups][kTileElements];
     bf16 streamed[kStages][2][kTileElements];
     float row_values[kStages][2][kTile];  // of streamed queries: log2_lse, weighted
-    // What a warpgroup owns is there; a stage's tiles are there; a stage may be filled again.
-    device::Barrier owned_full[kGroups], full[kStages], empty[kStages];
+    float owned_lse[2][kGroups][kTile];   // of owned queries
+    int items[2];                         // negative: there are no more
+    // What warpgroups own is there; they have left their results in its place. A stage's tiles are
+    // there; it may be filled again.
+    device::Barrier owned_full[2], owned_empty[2], full[kStages], empty[kStages];
 };
-template <int kGroups>
-constexpr size_t kSharedBytes = sizeof(SharedMemory<kGroups>) +
-                                1024;  // begins at a multiple of 1024
+// The sums for dk and dv leave registers for two warpgroups alone.
+using KeyMemory = SharedMemory<2, 2>;    // k, v
+using QueryMemory = SharedMemory<3, 3>;  // q, dout, out
+template <class Shared>
+constexpr size_t kSharedBytes = sizeof(Shared) + 1024;  // begins at a multiple of 1024
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <int kGroups>
-__device__ SharedMemory<kGroups>& shared_memory() {
+template <class Shared>
+__device__ Shared& shared_memory() {
     extern __shared__ unsigned char memory[];
     const uint32_t past = device::shared_address(memory) % 1024;
-    return *reinterpret_cast<SharedMemory<kGroups>*>(memory + (1024 - past) % 1024);
+    return *reinterpret_cast<Shared*>(memory + (1024 - past) % 1024);
 }
 
 // By all threads of a block, first of all.
-template <int kGroups>
-__device__ void open_barriers(SharedMemory<kGroups>& shared) {
+template <class Shared>
+__device__ void open_barriers(Shared& shared) {
     if (threadIdx.x == 0) {
         for (device::Barrier& barrier : shared.owned_full) barrier.init(1);
+        for (device::Barrier& barrier : shared.owned_empty)
+            barrier.init(Shared::kGroups * kWarpsOfGroup);
         for (device::Barrier& barrier : shared.full) barrier.init(1);
-        for (device::Barrier& barrier : shared.empty) barrier.init(kGroups * kWarpsOfGroup);
+        for (device::Barrier& barrier : shared.empty) barrier.init(Shared::kGroups * kWarpsOfGroup);
         device::publish_barriers();
     }
     __syncthreads();
@@ -131,6 +119,10 @@ struct Turn {
     __device__ void wait(Shared& shared) const {
         shared.full[stage()].wait(n / kStages % 2);
     }
+    template <class Shared>
+    __device__ bool next_is_there(Shared& shared) const {
+        return shared.full[(n + 1) % kStages].has_opened((n + 1) / kStages % 2);
+    }
     // This warp reads the n-th tiles no more.
     template <class Shared>
     __device__ static void release(Shared& shared, int n) {
@@ -139,27 +131,23 @@ struct Turn {
     }
 };
 
-// What a block owns, and where its threads stand in it.
+// An item of work: a row of tiles, one for each warpgroup, of one head.
 template <int kGroups>
-struct Block {
+struct Item {
     int batch, head;  // of the batch
-    int number;       // among the blocks of its head
-    int row, column;  // this lane's first element of a warpgroup's 64 x 64
+    int number;       // among the items of its head
 
-    // `latest_first`: blocks with the largest number come first.
-    __device__ Block(const Shape& shape, bool latest_first) {
-        const int blocks = shape.blocks_of_head(kGroups);
-        const int together = kHeadsTogether * blocks;
-        const int first_head = static_cast<int>(blockIdx.x) / together * kHeadsTogether;
+    // `latest_first`: those with the largest number come first.
+    __device__ Item(int item, const Shape& shape, bool latest_first) {
+        const int of_head = shape.items_of_head(kGroups);
+        const int together = kHeadsTogether * of_head;
+        const int first_head = item / together * kHeadsTogether;
         const int heads = min(shape.heads() - first_head, kHeadsTogether);
-        const int place = static_cast<int>(blockIdx.x) % together;
+        const int place = item % together;
         const int number_of_head = first_head + place % heads;
         batch = number_of_head / shape.NH;
         head = number_of_head % shape.NH;
-        number = latest_first ? blocks - 1 - place / heads : place / heads;
-        const int lane = threadIdx.x % kWarpSize;
-        row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane / 4;
-        column = lane % 4 * 2;
+        number = latest_first ? of_head - 1 - place / heads : place / heads;
     }
     // The tile that a warpgroup owns; there may be none of that number.
     __device__ int owned_tile(int group) const { return number * kGroups + group; }
@@ -170,20 +158,25 @@ struct Block {
     __device__ size_t place_of(int tile, const Shape& shape) const {
         return (static_cast<size_t>(batch) * shape.NH + head) * shape.T + tile * kTile;
     }
-    // This lane's first element of part 0 (q), 1 (k) or 2 (v) of a tile in (B,T,3,NH,HS).
-    __device__ bf16* in_qkv(bf16* qkv, int part, int tile, const Shape& shape) const {
-        const size_t first = row_of(tile, shape) + row;
-        return qkv + (first * 3 + part) * shape.channels() + head * kHeadSize + column;
-    }
+    // Its first column in (B*T,C).
+    __device__ int column() const { return head * kHeadSize; }
 };
+
+// This lane's first element of a warpgroup's 64 x 64.
+__device__ inline int lane_row() {
+    return threadIdx.x % kGroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+}
+__device__ inline int lane_column() {
+    return threadIdx.x % 4 * 2;
+}
 
 // scores (64,64) = owned[0] * streamed[0]^T and dscores = owned[1] * streamed[1]^T, a batch each.
 template <int kGroup, class Shared>
 __device__ inline void begin_scores(float (&scores)[32], float (&dscores)[32], const Shared& shared,
-                                    int stage) {
-    const uint32_t a = device::tile_descriptor(shared.owned[0][kGroup]);
+                                    int slot, int stage) {
+    const uint32_t a = device::tile_descriptor(shared.owned[slot][0][kGroup]);
     const uint32_t b = device::tile_descriptor(shared.streamed[stage][0]);
-    const uint32_t da = device::tile_descriptor(shared.owned[1][kGroup]);
+    const uint32_t da = device::tile_descriptor(shared.owned[slot][1][kGroup]);
     const uint32_t db = device::tile_descriptor(shared.streamed[stage][1]);
     device::begin_products();
 #pragma unroll
@@ -224,135 +217,227 @@ __device__ inline void to_factors(uint32_t (&factors)[4][4], const float (&sums)
     }
 }
 
-// Stores a result times `factor`, rows `stride` elements apart; `to` is this lane's first element.
-__device__ inline void store_rows(bf16* to, size_t stride, const float (&sums)[32], float factor) {
+// Leaves a result times `factor` in a tile.
+__device__ inline void store_tile(bf16* tile, const float (&sums)[32], float factor) {
+    const int row = lane_row();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            *reinterpret_cast<uint32_t*>(to + half * 8 * stride + 8 * n) =
+            *reinterpret_cast<uint32_t*>(tile + (row + half * 8) * kHeadSize + (n ^ row % 8) * 8 +
+                                         lane_column()) =
                 two_halves(sums[4 * n + 2 * half] * factor, sums[4 * n + 2 * half + 1] * factor);
         }
     }
 }
 
-// The gradients of the keys and values of warpgroup kGroup.
+// Warpgroups take turns at their exponentials, tile by tile: while one is at them, the tensor cores work for
+// the other. Named barriers 1 to kGroups, each for one that waits and the one before it, which does not.
 template <int kGroup, int kGroups>
-__device__ void run_keys(SharedMemory<kGroups>& shared, const Block<kGroups>& block,
-                         const Shape& shape, bf16* dqkv) {
-    const int own = block.owned_tile(kGroup), tiles = shape.tiles();
-    int tile = block.owned_tile(0);
-    Turn turn;
-    for (; tile < min(own, tiles); ++tile, ++turn.n) {  // none of its queries sees the keys
-        turn.wait(shared);
-        Turn::release(shared, turn.n);
-    }
-    if (own >= tiles) return;
-    shared.owned_full[kGroup].wait(0);
-    const float log2_scale = shape.scale * kLog2e;
-    float scores[32], dscores[32], dk[32], dv[32];
-    do {
-        const int stage = turn.stage();
-        turn.wait(shared);
-        begin_scores<kGroup>(scores, dscores, shared, stage);
-        device::wait_for_products<1>(scores);
-        if (tile > own) Turn::release(shared, turn.n - 1);
-        float p[32];
-        const float* log2_lse = shared.row_values[stage][0] + block.column;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            const float2 lse = *reinterpret_cast<const float2*>(log2_lse + 8 * n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float subtract = i % 2 == 0 ? lse.x : lse.y;
-                p[4 * n + i] = approximate_exp2(fmaf(scores[4 * n + i], log2_scale, -subtract));
-            }
-        }
-        if (tile == own) {
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const bool later = block.row + i / 2 * 8 > block.column + 8 * n + i % 2;
-                    if (later) p[4 * n + i] = 0.0f;
-                }
-            }
-        }
-        uint32_t factors[4][4];
-        to_factors(factors, p);
-        begin_sums(dv, factors, shared.streamed[stage][1], tile > own);
-        device::wait_for_products<1>(dscores);
-        const float* weighted = shared.row_values[stage][1] + block.column;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            const float2 w = *reinterpret_cast<const float2*>(weighted + 8 * n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                p[4 * n + i] *= dscores[4 * n + i] - (i % 2 == 0 ? w.x : w.y);
-            }
-        }
-        uint32_t dfactors[4][4];
-        to_factors(dfactors, p);
-        begin_sums(dk, dfactors, shared.streamed[stage][0], tile > own);
-        ++turn.n;
-    } while (++tile < tiles);
-    device::wait_for_products<0>(dk);
-    device::wait_for_products<0>(dv);
-    const size_t stride = 3 * shape.channels();
-    store_rows(block.in_qkv(dqkv, 1, own, shape), stride, dk, shape.scale);
-    store_rows(block.in_qkv(dqkv, 2, own, shape), stride, dv, 1.0f);
+__device__ inline void wait_for_baton() {
+    asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(2 * kGroupThreads) : "memory");
+}
+template <int kGroup, int kGroups>
+__device__ inline void pass_baton() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(1 + (kGroup + 1) % kGroups), "n"(2 * kGroupThreads)
+                 : "memory");
 }
 
-// The gradient of the queries of warpgroup kGroup.
-template <int kGroup, int kGroups>
-__device__ void run_queries(SharedMemory<kGroups>& shared, const Block<kGroups>& block,
-                            const Shape& shape, const RowValues& values, bf16* dqkv) {
-    const int own = block.owned_tile(kGroup), tiles = shape.tiles();
-    static_assert(kStages >= kGroups, "nobody waits for stages after a warpgroup's last tile");
+// This warp reads a slot no more, and has left its results there if it has any.
+template <class Shared>
+__device__ inline void leave_results(Shared& shared, int slot) {
+    device::publish_tiles();
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) shared.owned_empty[slot].arrive();
+}
+
+// Sets to zero what queries do not see, in the tile where the keys are those of the queries.
+template <bool kKeysAreRows>
+__device__ inline void drop_later_keys(float (&p)[32], int row, int column) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = row + i / 2 * 8, c = column + 8 * n + i % 2;
+            if (kKeysAreRows ? r > c : c > r) p[4 * n + i] = 0.0f;
+        }
+    }
+}
+
+// p (64,64) = exp(scores - lse), the logarithms those of the columns.
+__device__ inline void exponentials_by_column(float (&p)[32], const float (&scores)[32],
+                                              float log2_scale, const float* log2_lse) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const float2 lse = *reinterpret_cast<const float2*>(log2_lse + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            p[4 * n + i] = approximate_exp2(
+                fmaf(scores[4 * n + i], log2_scale, -(i % 2 == 0 ? lse.x : lse.y)));
+        }
+    }
+}
+// The same with those of the rows.
+__device__ inline void exponentials_by_row(float (&p)[32], const float (&scores)[32],
+                                           float log2_scale, const float (&log2_lse)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        p[i] = approximate_exp2(fmaf(scores[i], log2_scale, -log2_lse[i / 2 % 2]));
+    }
+}
+
+// p (64,64) becomes ds = p * (dscores - weighted), `weighted` that of the columns.
+__device__ inline void to_dscores_by_column(float (&p)[32], const float (&dscores)[32],
+                                            const float* weighted) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const float2 w = *reinterpret_cast<const float2*>(weighted + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            p[4 * n + i] *= dscores[4 * n + i] - (i % 2 == 0 ? w.x : w.y);
+        }
+    }
+}
+// The same with that of the rows.
+__device__ inline void to_dscores_by_row(float (&p)[32], const float (&dscores)[32],
+                                         const float (&weighted)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) p[i] *= dscores[i] - weighted[i / 2 % 2];
+}
+
+// The gradients of the keys and values of warpgroup kGroup.
+template <int kGroup>
+__device__ void run_keys(KeyMemory& shared, const Shape& shape) {
+    constexpr int kGroups = KeyMemory::kGroups;
+    const int tiles = shape.tiles(), row = lane_row(), column = lane_column();
+    const float log2_scale = shape.scale * kLog2e;
     Turn turn;
-    if (own >= tiles) {
-        for (; turn.n < tiles; ++turn.n) {
+    if (kGroup == kGroups - 1) pass_baton<kGroup, kGroups>();
+    for (int n_item = 0;; ++n_item) {
+        const int slot = n_item % 2;
+        shared.owned_full[slot].wait(n_item / 2 % 2);
+        const int item_number = shared.items[slot];
+        if (item_number < 0) break;
+        const Item<kGroups> item(item_number, shape, false);
+        const int own = item.owned_tile(kGroup);
+        int tile = item.owned_tile(0);
+        for (; tile < min(own, tiles); ++tile, ++turn.n) {  // none of its queries sees the keys
+            turn.wait(shared);
+            Turn::release(shared, turn.n);
+            wait_for_baton<kGroup, kGroups>();
+            pass_baton<kGroup, kGroups>();
+        }
+        if (own < tiles) {
+            float scores[32], dscores[32], dk[32], dv[32];
+            bool there = false;
+            do {
+                const int stage = turn.stage();
+                if (!there) turn.wait(shared);
+                begin_scores<kGroup>(scores, dscores, shared, slot, stage);
+                there = turn.next_is_there(shared);
+                device::wait_for_products<1>(scores);
+                if (tile > own) Turn::release(shared, turn.n - 1);
+                wait_for_baton<kGroup, kGroups>();
+                float p[32];
+                exponentials_by_column(p, scores, log2_scale, shared.row_values[stage][0] + column);
+                if (tile == own) drop_later_keys<true>(p, row, column);
+                pass_baton<kGroup, kGroups>();
+                uint32_t factors[4][4];
+                to_factors(factors, p);
+                begin_sums(dv, factors, shared.streamed[stage][1], tile > own);
+                device::wait_for_products<1>(dscores);
+                to_dscores_by_column(p, dscores, shared.row_values[stage][1] + column);
+                uint32_t dfactors[4][4];
+                to_factors(dfactors, p);
+                begin_sums(dk, dfactors, shared.streamed[stage][0], tile > own);
+                ++turn.n;
+            } while (++tile < tiles);
+            device::wait_for_products<0>(dk);
+            device::wait_for_products<0>(dv);
+            Turn::release(shared, turn.n - 1);
+            store_tile(shared.owned[slot][0][kGroup], dk, shape.scale);
+            store_tile(shared.owned[slot][1][kGroup], dv, 1.0f);
+        }
+        leave_results(shared, slot);
+    }
+    if (kGroup == 0) wait_for_baton<kGroup, kGroups>();
+}
+
+// sums = for each of this lane's two rows, the sum of products of two tiles' elements.
+__device__ inline void multiply_rows(float (&sums)[2], const bf16* a, const bf16* b) {
+    const int row = lane_row();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const int at = (row + half * 8) * kHeadSize + (n ^ row % 8) * 8 + lane_column();
+            const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(a + at));
+            const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(b + at));
+            sum = fmaf(x.x, y.x, sum);
+            sum = fmaf(x.y, y.y, sum);
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        sums[half] = sum;
+    }
+}
+
+// The gradient of the queries of warpgroup kGroup, and the values of their rows.
+template <int kGroup>
+__device__ void run_queries(QueryMemory& shared, const Shape& shape, const RowValues& values) {
+    constexpr int kGroups = QueryMemory::kGroups;
+    const int tiles = shape.tiles(), row = lane_row(), column = lane_column();
+    const float log2_scale = shape.scale * kLog2e;
+    Turn turn;
+    for (int n_item = 0;; ++n_item) {
+        const int slot = n_item % 2;
+        shared.owned_full[slot].wait(n_item / 2 % 2);
+        const int item_number = shared.items[slot];
+        if (item_number < 0) return;
+        const Item<kGroups> item(item_number, shape, true);
+        const int own = item.owned_tile(kGroup);
+        int tile = 0;
+        if (own < tiles) {
+            const float* const lse = shared.owned_lse[slot][kGroup] + row;
+            const float log2_lse[2] = {lse[0] * kLog2e, lse[8] * kLog2e};
+            float weighted[2];
+            multiply_rows(weighted, shared.owned[slot][1][kGroup], shared.owned[slot][2][kGroup]);
+            if (column == 0) {
+                const size_t place = item.place_of(own, shape) + row;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    values.log2_lse[place + half * 8] = log2_lse[half];
+                    values.weighted[place + half * 8] = weighted[half];
+                }
+            }
+            float scores[32], dscores[32], dq[32];
+            do {
+                const int stage = turn.stage();
+                turn.wait(shared);
+                begin_scores<kGroup>(scores, dscores, shared, slot, stage);
+                device::wait_for_products<1>(scores);
+                if (tile > 0) Turn::release(shared, turn.n - 1);
+                float p[32];
+                exponentials_by_row(p, scores, log2_scale, log2_lse);
+                if (tile == own) drop_later_keys<false>(p, row, column);
+                device::wait_for_products<0>(dscores);
+                to_dscores_by_row(p, dscores, weighted);
+                uint32_t dfactors[4][4];
+                to_factors(dfactors, p);
+                begin_sums(dq, dfactors, shared.streamed[stage][0], tile > 0);
+                ++turn.n;
+            } while (++tile <= own);
+            device::wait_for_products<0>(dq);
+            Turn::release(shared, turn.n - 1);
+            store_tile(shared.owned[slot][0][kGroup], dq, shape.scale);
+        }
+        leave_results(shared, slot);
+        for (; tile < min(item.owned_tile(kGroups), tiles); ++tile, ++turn.n) {
             turn.wait(shared);
             Turn::release(shared, turn.n);
         }
-        return;
     }
-    const size_t place = block.place_of(own, shape) + block.row;
-    const float log2_scale = shape.scale * kLog2e;
-    const float log2_lse[2] = {values.log2_lse[place], values.log2_lse[place + 8]};
-    const float weighted[2] = {values.weighted[place], values.weighted[place + 8]};
-    shared.owned_full[kGroup].wait(0);
-    float scores[32], dscores[32], dq[32];
-    do {
-        const int tile = turn.n, stage = turn.stage();
-        turn.wait(shared);
-        begin_scores<kGroup>(scores, dscores, shared, stage);
-        device::wait_for_products<1>(scores);
-        if (tile > 0) Turn::release(shared, tile - 1);
-        float p[32];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            p[i] = approximate_exp2(fmaf(scores[i], log2_scale, -log2_lse[i / 2 % 2]));
-        }
-        if (tile == own) {
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const bool later = block.column + 8 * n + i % 2 > block.row + i / 2 * 8;
-                    if (later) p[4 * n + i] = 0.0f;
-                }
-            }
-        }
-        device::wait_for_products<0>(dscores);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) p[i] *= dscores[i] - weighted[i / 2 % 2];
-        uint32_t dfactors[4][4];
-        to_factors(dfactors, p);
-        begin_sums(dq, dfactors, shared.streamed[stage][0], tile > 0);
-    } while (++turn.n <= own);
-    device::wait_for_products<0>(dq);
-    store_rows(block.in_qkv(dqkv, 0, own, shape), 3 * shape.channels(), dq, shape.scale);
 }
 
 // Calls run(kGroup) with the number of the thread's warpgroup as a constant: then where its tiles lie
@@ -369,24 +454,52 @@ __device__ inline void by_group(Run&& run) {
     }
 }
 
-// What a block's copying thread does: owned(group, row) starts the two copies of what a warpgroup owns,
-// streamed(stage, tile) those of tile first ... end - 1 that stream past, of `bytes` together.
-template <int kGroups, class Owned, class Streamed>
-__device__ void start_copies(SharedMemory<kGroups>& shared, const Block<kGroups>& block,
-                             const Shape& shape, int first, int end, int bytes, Owned&& owned,
-                             Streamed&& streamed) {
-    for (int group = 0; group < kGroups; ++group) {
-        const int own = block.owned_tile(group);
-        if (own >= shape.tiles()) break;
-        shared.owned_full[group].arrive_and_expect(2 * kTileBytes);
-        owned(group, block.row_of(own, shape));
+// What a block's copying thread does. Blocks take items, the longest first, until there are none:
+// the first by the block's number, another when all copies for the one before have begun. Which
+// block takes an item is a matter of time, and changes no bits.
+// owned(item, slot, group, tile) starts the copies of what a warpgroup owns, of owned_bytes
+// together; streamed(item, stage, tile) those of tile range(item).x ... range(item).y - 1 that
+// stream past, of streamed_bytes together; results(item, slot, group, tile) those of what a
+// warpgroup has left.
+template <class Shared, class Range, class Owned, class Streamed, class Results>
+__device__ void copy_for_items(Shared& shared, const Shape& shape, int* taken, bool latest_first,
+                               int owned_bytes, int streamed_bytes, Range&& range, Owned&& owned,
+                               Streamed&& streamed, Results&& results) {
+    constexpr int kGroups = Shared::kGroups;
+    const auto for_groups = [&](const Item<kGroups>& item, int slot, auto&& copies) {
+        for (int group = 0; group < kGroups; ++group) {
+            const int own = item.owned_tile(group);
+            if (own < shape.tiles()) copies(item, slot, group, own);
+        }
+    };
+    const auto take_results = [&](int n, int number) {
+        shared.owned_empty[n % 2].wait(n / 2 % 2);
+        for_groups(Item<kGroups>(number, shape, latest_first), n % 2, results);
+        device::wait_for_copies_back();
+    };
+    int number = blockIdx.x, before[2] = {}, n = 0, n_tile = 0;
+    for (; number < shape.items(kGroups); ++n) {
+        if (n >= 2) take_results(n - 2, before[1]);
+        const Item<kGroups> item(number, shape, latest_first);
+        const int slot = n % 2, groups = min(kGroups, shape.tiles() - item.owned_tile(0));
+        shared.items[slot] = number;
+        shared.owned_full[slot].arrive_and_expect(groups * owned_bytes);
+        for_groups(item, slot, owned);
+        before[1] = before[0];
+        before[0] = number;
+        number = gridDim.x + atomicAdd(taken, 1);
+        const int2 tiles = range(item);
+        for (int tile = tiles.x; tile < tiles.y; ++tile, ++n_tile) {
+            const int stage = n_tile % kStages;
+            if (n_tile >= kStages) shared.empty[stage].wait((n_tile / kStages - 1) % 2);
+            shared.full[stage].arrive_and_expect(streamed_bytes);
+            streamed(item, stage, tile);
+        }
     }
-    for (int tile = first; tile < end; ++tile) {
-        const int n = tile - first, stage = n % kStages;
-        if (n >= kStages) shared.empty[stage].wait((n / kStages - 1) % 2);
-        shared.full[stage].arrive_and_expect(bytes);
-        streamed(stage, tile);
-    }
+    if (n >= 2) take_results(n - 2, before[1]);
+    shared.items[n % 2] = -1;
+    shared.owned_full[n % 2].arrive();
+    if (n >= 1) take_results(n - 1, before[0]);
 }
 
 #endif
@@ -395,80 +508,116 @@ __device__ void start_copies(SharedMemory<kGroups>& shared, const Block<kGroups>
 // registers go to the others.
 template <int kGroups>
 constexpr int kBlockThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kCopyRegisters = 24, kKeyRegisters = 240, kQueryRegisters = 160;
-
+// Registers of a thread, which change once a warpgroup runs.
+struct Registers {
+    int working, copying;
+};
+constexpr Registers kKeyRegisters{232, 40}, kQueryRegisters{160, 32};
+// A block gets all registers of its multiprocessor, and more than those no warpgroup can be given: it would
+// wait for ever.
 template <int kGroups>
-__global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
-    attention_hopper_keys_kernel(bf16* dqkv, const __grid_constant__ CUtensorMap qkv,
+constexpr bool enough_registers(Registers registers) {
+    constexpr int kAtStart = 65536 / kBlockThreads<kGroups> / 8 * 8;
+    return kGroups * registers.working + registers.copying <= (kGroups + 1) * kAtStart;
+}
+static_assert(enough_registers<KeyMemory::kGroups>(kKeyRegisters));
+static_assert(enough_registers<QueryMemory::kGroups>(kQueryRegisters));
+
+// `taken`: how many items blocks have taken, apart from the first of each; 0 before the launch.
+template <class Shared>
+__global__ void __launch_bounds__(kBlockThreads<Shared::kGroups>, 1)
+    attention_hopper_keys_kernel(const __grid_constant__ CUtensorMap dqkv,
+                                 const __grid_constant__ CUtensorMap qkv,
                                  const __grid_constant__ CUtensorMap dout, RowValues values,
-                                 Shape shape) {
+                                 int* taken, Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    auto& shared = shared_memory<kGroups>();
+    auto& shared = shared_memory<Shared>();
     open_barriers(shared);
-    const Block<kGroups> block(shape, false);
-    if (threadIdx.x < kGroups * kGroupThreads) {
-        by_group<kGroups>([&](auto number) {
-            device::increase_registers<kKeyRegisters>();
-            run_keys<decltype(number)::value>(shared, block, shape, dqkv);
+    if (threadIdx.x < Shared::kGroups * kGroupThreads) {
+        by_group<Shared::kGroups>([&](auto number) {
+            device::increase_registers<kKeyRegisters.working>();
+            run_keys<decltype(number)::value>(shared, shape);
         });
         return;
     }
-    device::decrease_registers<kCopyRegisters>();
+    device::decrease_registers<kKeyRegisters.copying>();
     if (threadIdx.x % kGroupThreads != 0) return;
-    const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
+    const int C = static_cast<int>(shape.channels());
     constexpr int kValueBytes = kTile * sizeof(float);
-    start_copies(
-        shared, block, shape, block.owned_tile(0), shape.tiles(), 2 * kTileBytes + 2 * kValueBytes,
-        [&](int group, int row) {
-            device::Barrier& full = shared.owned_full[group];
-            device::copy_tile(shared.owned[0][group], &qkv, row, C + column, full);
-            device::copy_tile(shared.owned[1][group], &qkv, row, 2 * C + column, full);
+    using ItemOf = Item<Shared::kGroups>;
+    copy_for_items(
+        shared, shape, taken, false, 2 * kTileBytes, 2 * kTileBytes + 2 * kValueBytes,
+        [&](const ItemOf& item) { return make_int2(item.owned_tile(0), shape.tiles()); },
+        [&](const ItemOf& item, int slot, int group, int tile) {
+            device::Barrier& full = shared.owned_full[slot];
+            const int row = item.row_of(tile, shape), column = item.column();
+            device::copy_tile(shared.owned[slot][0][group], &qkv, row, C + column, full);
+            device::copy_tile(shared.owned[slot][1][group], &qkv, row, 2 * C + column, full);
         },
-        [&](int stage, int tile) {
+        [&](const ItemOf& item, int stage, int tile) {
             device::Barrier& full = shared.full[stage];
-            const int row = block.row_of(tile, shape);
-            const size_t place = block.place_of(tile, shape);
+            const int row = item.row_of(tile, shape), column = item.column();
+            const size_t place = item.place_of(tile, shape);
             device::copy_tile(shared.streamed[stage][0], &qkv, row, column, full);
             device::copy_tile(shared.streamed[stage][1], &dout, row, column, full);
             device::copy_bytes(shared.row_values[stage][0], values.log2_lse + place, kValueBytes,
                                full);
             device::copy_bytes(shared.row_values[stage][1], values.weighted + place, kValueBytes,
                                full);
+        },
+        [&](const ItemOf& item, int slot, int group, int tile) {
+            const int row = item.row_of(tile, shape), column = item.column();
+            device::copy_tile_back(&dqkv, row, C + column, shared.owned[slot][0][group]);
+            device::copy_tile_back(&dqkv, row, 2 * C + column, shared.owned[slot][1][group]);
         });
 #endif
 }
 
-template <int kGroups>
-__global__ void __launch_bounds__(kBlockThreads<kGroups>, 1)
-    attention_hopper_queries_kernel(bf16* dqkv, const __grid_constant__ CUtensorMap qkv,
-                                    const __grid_constant__ CUtensorMap dout, RowValues values,
-                                    Shape shape) {
+template <class Shared>
+__global__ void __launch_bounds__(kBlockThreads<Shared::kGroups>, 1)
+    attention_hopper_queries_kernel(const __grid_constant__ CUtensorMap dqkv,
+                                    const __grid_constant__ CUtensorMap qkv,
+                                    const __grid_constant__ CUtensorMap dout,
+                                    const __grid_constant__ CUtensorMap out, const float* lse,
+                                    RowValues values, int* taken, Shape shape) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    auto& shared = shared_memory<kGroups>();
+    auto& shared = shared_memory<Shared>();
     open_barriers(shared);
-    const Block<kGroups> block(shape, true);
-    if (threadIdx.x < kGroups * kGroupThreads) {
-        by_group<kGroups>([&](auto number) {
-            device::increase_registers<kQueryRegisters>();
-            run_queries<decltype(number)::value>(shared, block, shape, values, dqkv);
+    if (threadIdx.x < Shared::kGroups * kGroupThreads) {
+        by_group<Shared::kGroups>([&](auto number) {
+            device::increase_registers<kQueryRegisters.working>();
+            run_queries<decltype(number)::value>(shared, shape, values);
         });
         return;
     }
-    device::decrease_registers<kCopyRegisters>();
+    device::decrease_registers<kQueryRegisters.copying>();
     if (threadIdx.x % kGroupThreads != 0) return;
-    const int C = static_cast<int>(shape.channels()), column = block.head * kHeadSize;
-    start_copies(
-        shared, block, shape, 0, min(block.owned_tile(kGroups), shape.tiles()), 2 * kTileBytes,
-        [&](int group, int row) {
-            device::Barrier& full = shared.owned_full[group];
-            device::copy_tile(shared.owned[0][group], &qkv, row, column, full);
-            device::copy_tile(shared.owned[1][group], &dout, row, column, full);
+    const int C = static_cast<int>(shape.channels());
+    constexpr int kValueBytes = kTile * sizeof(float);
+    using ItemOf = Item<Shared::kGroups>;
+    copy_for_items(
+        shared, shape, taken, true, 3 * kTileBytes + kValueBytes, 2 * kTileBytes,
+        [&](const ItemOf& item) {
+            return make_int2(0, min(item.owned_tile(Shared::kGroups), shape.tiles()));
         },
-        [&](int stage, int tile) {
+        [&](const ItemOf& item, int slot, int group, int tile) {
+            device::Barrier& full = shared.owned_full[slot];
+            const int row = item.row_of(tile, shape), column = item.column();
+            const size_t place = item.place_of(tile, shape);
+            device::copy_tile(shared.owned[slot][0][group], &qkv, row, column, full);
+            device::copy_tile(shared.owned[slot][1][group], &dout, row, column, full);
+            device::copy_tile(shared.owned[slot][2][group], &out, row, column, full);
+            device::copy_bytes(shared.owned_lse[slot][group], lse + place, kValueBytes, full);
+        },
+        [&](const ItemOf& item, int stage, int tile) {
             device::Barrier& full = shared.full[stage];
-            const int row = block.row_of(tile, shape);
+            const int row = item.row_of(tile, shape), column = item.column();
             device::copy_tile(shared.streamed[stage][0], &qkv, row, C + column, full);
             device::copy_tile(shared.streamed[stage][1], &qkv, row, 2 * C + column, full);
+        },
+        [&](const ItemOf& item, int slot, int group, int tile) {
+            device::copy_tile_back(&dqkv, item.row_of(tile, shape), item.column(),
+                                   shared.owned[slot][0][group]);
         });
 #endif
 }
@@ -492,7 +641,7 @@ inline Shape make_shape(int B, int T, int NH) {
 
 // Bytes of scratch, of which every element is written before it is read.
 inline size_t scratch_bytes(int B, int T, int NH) {
-    return 2 * make_shape(B, T, NH).rows() * sizeof(float);
+    return 2 * make_shape(B, T, NH).rows() * sizeof(float) + 2 * sizeof(int);
 }
 
 // As attention_backward (launchers.h) for types and shapes that takes() names. Throws Error for others, when
@@ -506,30 +655,30 @@ void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* l
         const Shape shape = make_shape(B, T, NH);
         const RowValues values{static_cast<float*>(scratch),
                                static_cast<float*>(scratch) + shape.rows()};
-        constexpr int kRowThreads = 256;
-        const size_t row_blocks = ceil_div<size_t>(shape.rows() * (kHeadSize / 8), kRowThreads);
+        int* const taken = static_cast<int*>(scratch) + 2 * shape.rows();
         if (static_cast<size_t>(B) * NH * T > INT_MAX / 8) {
             throw Error(format(
                 "attention_backward: B %d, T %d and NH %d are too many for one launch", B, T, NH));
         }
-        attention_row_values_kernel<kRowThreads>
-            <<<static_cast<unsigned>(row_blocks), kRowThreads, 0, stream>>>(values, dout, out, lse,
-                                                                            shape);
-        launch_check();
         const size_t rows = static_cast<size_t>(B) * T, C = shape.channels();
-        const CUtensorMap qkv_map = make_tensor_map(qkv, rows, 3 * C),
-                          dout_map = make_tensor_map(dout, rows, C);
-        const auto launch = [&](auto* kernel, int groups, size_t shared_bytes) {
+        const CUtensorMap dqkv_map = make_tensor_map(dqkv, rows, 3 * C),
+                          qkv_map = make_tensor_map(qkv, rows, 3 * C),
+                          dout_map = make_tensor_map(dout, rows, C),
+                          out_map = make_tensor_map(out, rows, C);
+        cuda_check(cudaMemsetAsync(taken, 0, 2 * sizeof(int), stream));
+        static const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+        const auto launch = [&](auto* kernel, int groups, size_t shared_bytes, auto... arguments) {
             cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(shared_bytes)));
-            kernel<<<static_cast<unsigned>(shape.heads() * shape.blocks_of_head(groups)),
-                     (groups + 1) * kGroupThreads, shared_bytes, stream>>>(dqkv, qkv_map, dout_map,
-                                                                           values, shape);
+            kernel<<<static_cast<unsigned>(std::min(shape.items(groups), multiprocessors)),
+                     (groups + 1) * kGroupThreads, shared_bytes, stream>>>(arguments...);
             launch_check();
         };
-        launch(attention_hopper_queries_kernel<kQueryGroups>, kQueryGroups,
-               kSharedBytes<kQueryGroups>);
-        launch(attention_hopper_keys_kernel<kKeyGroups>, kKeyGroups, kSharedBytes<kKeyGroups>);
+        launch(attention_hopper_queries_kernel<QueryMemory>, QueryMemory::kGroups,
+               kSharedBytes<QueryMemory>, dqkv_map, qkv_map, dout_map, out_map, lse, values, taken,
+               shape);
+        launch(attention_hopper_keys_kernel<KeyMemory>, KeyMemory::kGroups, kSharedBytes<KeyMemory>,
+               dqkv_map, qkv_map, dout_map, values, taken + 1, shape);
     }
 }
 

@@ -86,6 +86,20 @@ class Barrier {
             "r"(parity)
             : "memory");
     }
+    // Whether it has opened so, without waiting.
+    __device__ bool has_opened(int parity) {
+        uint32_t opened;
+        asm volatile(
+            "{\n"
+            ".reg .pred open;\n"
+            "mbarrier.test_wait.parity.shared::cta.b64 open, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, open;\n"
+            "}\n"
+            : "=r"(opened)
+            : "r"(shared_address(&state_)), "r"(parity)
+            : "memory");
+        return opened != 0;
+    }
     __device__ uint32_t address() const { return shared_address(&state_); }
 
   private:
@@ -108,6 +122,27 @@ __device__ inline void copy_tile(__nv_bfloat16* tile, const CUtensorMap* matrix,
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(tile)),
         "l"(matrix), "r"(column), "r"(row), "r"(barrier.address())
         : "memory");
+}
+
+// After a thread's own writes to tiles in shared memory, before it tells the thread that starts copying them
+// to a matrix.
+__device__ inline void publish_tiles() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Starts copying a tile to where its first element is (row, column) of the matrix.
+__device__ inline void copy_tile_back(const CUtensorMap* matrix, int row, int column,
+                                      const __nv_bfloat16* tile) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(matrix),
+        "r"(column), "r"(row), "r"(shared_address(tile))
+        : "memory");
+}
+// Waits until the tiles that this thread copies back have been read, so that they may be written again.
+__device__ inline void wait_for_copies_back() {
+    asm volatile(
+        "cp.async.bulk.commit_group;\n"
+        "cp.async.bulk.wait_group.read 0;" ::
+            : "memory");
 }
 
 // Starts copying `bytes`, a multiple of 16 between places that are such.

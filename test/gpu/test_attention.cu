@@ -52,13 +52,15 @@ const Shape kShapes[] = {
     {1, 70, 402, 3},
     {1, 90, 512, 2},
     {2, 1024, 768, 12},
-    // For Hopper's backward pass, whose blocks have 2 or 3 tiles of 64 rows: 1, 3, 4 and 5 tiles, and
-    // more heads than follow one another.
+    // For Hopper's backward pass, whose items have 2 or 3 tiles of 64 rows: 1, 3, 4 and 5 tiles, more
+    // heads than follow one another, and blocks that take three items or more.
     {3, 64, 128, 2},
     {2, 192, 192, 3},
     {1, 256, 64, 1},
     {2, 320, 128, 2},
     {5, 128, 960, 15},
+    {40, 64, 768, 12},
+    {8, 320, 1024, 16},
 };
 
 // Whose kernels a test runs.
