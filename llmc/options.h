@@ -460,9 +460,15 @@ inline int typing_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// The flag whose letters or name are nearest to what was typed; at equal distance the one that
-// begins like it, then the shorter one.
-inline const Flag& nearest_flag(const std::string& typed) {
+// The flag that was probably meant, null when none is near: the one whose letters or name are nearest
+// to what was typed, without a value that hangs on it (-b=4, -b4); at equal distance the one that
+// begins like it, then the shorter one. One letter in three may be wrong, three at most; of a single
+// letter no more than its case, since any other flag of one letter would be as near.
+inline const Flag* nearest_flag(const std::string& argument) {
+    const size_t value = argument.find_first_of("=0123456789");
+    const std::string typed = argument.substr(0, value);
+    const int most =
+        typed.size() < 3 ? 1 : 2 * static_cast<int>(std::min<size_t>(typed.size() / 3, 3));
     const Flag* nearest = nullptr;
     int nearest_score = INT_MAX;
     for (const Flag& flag : flag_table()) {
@@ -471,15 +477,16 @@ inline const Flag& nearest_flag(const std::string& typed) {
         for (const std::string& known : {std::string(flag.letters), name}) {
             int prefix = 0;
             while (prefix < 4 && known[prefix] && known[prefix] == typed[prefix]) ++prefix;
-            const int score = typing_distance(typed, known) * 1000 - prefix * 100 +
+            const int distance = typing_distance(typed, known);
+            const int score = distance * 1000 - prefix * 100 +
                               static_cast<int>(std::min<size_t>(known.size(), 99));
-            if (score < nearest_score) {
+            if (distance <= most && score < nearest_score) {
                 nearest_score = score;
                 nearest = &flag;
             }
         }
     }
-    return *nearest;
+    return nearest;
 }
 
 [[noreturn]] inline void refuse_unknown(const std::string& argument) {
@@ -490,12 +497,21 @@ inline const Flag& nearest_flag(const std::string& typed) {
     }
     std::string typed = argument.substr(0, 200);
     for (char& c : typed) c = c == '_' ? '-' : c;
-    const Flag& nearest = nearest_flag(typed);
+    const Flag* nearest = nearest_flag(typed);
+    if (nearest == nullptr) {
+        throw Error(format("%s: unknown flag; --help lists all", shown.c_str()));
+    }
     std::string name;
-    if (nearest.takes_value) name = format(" (%s)", nearest.name);
-    const char* more = &nearest == find_flag("--help") ? "" : ", --help lists all";
-    throw Error(format("%s: unknown flag; the nearest is %s%s%s", shown.c_str(), nearest.letters,
+    if (nearest->takes_value) name = format(" (%s)", nearest->name);
+    const char* more = nearest == find_flag("--help") ? "" : ", --help lists all";
+    throw Error(format("%s: unknown flag; the nearest is %s%s%s", shown.c_str(), nearest->letters,
                        name.c_str(), more));
+}
+
+// Does it say where and as what a process meets the others?
+inline bool is_meeting_flag(const Flag& flag) {
+    const std::string letters = flag.letters;
+    return letters.size() == 3 && letters[1] == 'p';
 }
 
 // What no flag can say alone.

@@ -323,6 +323,10 @@ TEST(UnknownFlag, IsAnsweredWithTheNearest) {
         {"--hlep", "--help"},
         {"--dryrun", "--dry-run"},
         {"-w1", "-w (master_weights)"},
+        {"-d32768", "-d (total_batch)"},
+        {"-pg8", "-pg (gpus_per_node)"},
+        {"--reduction-with", "-rw (reduction_width)"},
+        {"--chekc-rank", "--check-ranks"},
     };
     for (const auto& [typed, flag] : nearest) {
         const std::string begin = typed + ": unknown flag; the nearest is " + flag;
@@ -331,6 +335,14 @@ TEST(UnknownFlag, IsAnsweredWithTheNearest) {
     }
     EXPECT_NE(parse_error({std::string(100000, '-')}), "no error");
     EXPECT_NE(parse_error({"-"}).find("unknown flag"), std::string::npos);
+}
+
+TEST(UnknownFlag, WasToldOfAFlagThatIsNotNear) {
+    for (const char* typed : {"-bogus", "-", "--", "-?", "-4", "-p", "-xyz", "--epochs", "--foo=1",
+                              "--gradient-accumulation"}) {
+        EXPECT_EQ(parse_error({typed, "1"}),
+                  std::string(typed) + ": unknown flag; --help lists all");
+    }
 }
 
 TEST(UnknownFlag, LooseValueIsNotOne) {
