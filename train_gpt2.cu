@@ -748,20 +748,31 @@ int run_among_ranks(Run& run) {
     throw Error(error.compare(0, begin.size(), begin) == 0 ? error : begin + error);
 }
 
+// Reads the flags; returns the exit status where the program ends with that. Where no mpirun ends the
+// other ranks of a run over wrong flags of this one, it tells them, once it has told the user.
+std::optional<int> read_flags(Run& run, int argc, char** argv) {
+    try {
+        run.options = parse_options(argc, argv);
+        if (run.options.help || run.options.version) {
+            answer_instead_of_training(run);
+            return 0;
+        }
+        check_meeting(run);
+        return std::nullopt;
+    } catch (const std::exception& error) {
+        if (started_by_mpirun()) throw;
+        std::fprintf(stderr, "%s: %s\n", kProgramName, error.what());
+        tell_other_ranks(run, std::string(": ") + error.what());
+        return 1;
+    }
+}
+
 int run_program(int argc, char** argv) {
     Run run;
     run.command_line.assign(argv, argv + argc);
     try {
-        run.options = parse_options(argc, argv);
-        if (run.options.help) {
-            std::printf("%s", help_text(argv[0]).c_str());
-            return 0;
-        }
-        if (run.options.version) {
-            std::printf("%s", version_text().c_str());
-            return 0;
-        }
-        return run_among_ranks(run);
+        const std::optional<int> status = read_flags(run, argc, argv);
+        return status ? *status : run_among_ranks(run);
     } catch (const std::exception& error) {
         fail_unmet(error.what());
     }

@@ -21,10 +21,10 @@
 // Job and server tokens keep jobs apart that meet by mistake: an old run and its relaunch, two jobs
 // on one port. They are no protection against an attacker, since nothing is encrypted. Whoever can
 // reach rank 0's port while it waits, knows the job token's text and speaks this protocol can take
-// the place of a rank that is missing, and gets the id as that rank would; whoever can listen on
-// the wire sees all of it. Anybody else can only occupy connections for a few seconds each: without
-// a valid hello nobody learns the id, is counted, or keeps a rank out. Once all ranks are there,
-// rank 0 no longer listens.
+// the place of a rank that is missing, and gets the id, or ends the run, as that rank would; whoever
+// can listen on the wire sees all of it. Anybody else can only occupy connections for a few seconds
+// each: without a valid hello nobody learns the id, is counted, or keeps a rank out. Once all ranks
+// are there, rank 0 no longer listens.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ enum class MessageType : uint32_t {
     kStart = 5,    // from rank 0, behind the table: all are here; holds the id
     kHeartbeat =
         6,         // to rank 0: step, collective, name; from rank 0: the same of rank, with its age
-    kFailure = 7,  // a rank has died, or ends with an error; the text says so
+    kFailure = 7,  // a rank has died, ends with an error, or does not start; the text says so
     kBye = 8,      // this rank has ended in order
     kReceived = 9,  // answers kFailure and kBye: the sender may close the connection
 };

@@ -7,6 +7,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <type_traits>
@@ -590,6 +591,31 @@ inline Options parse_options(const std::vector<std::string>& arguments) {
 
 inline Options parse_options(int argc, const char* const* argv) {
     return parse_options(std::vector<std::string>(argv + (argc > 0 ? 1 : 0), argv + argc));
+}
+
+// For a process whose other flags are wrong: the flags by which it would have found the others, all
+// else left at its default. Nothing when it has no others, when they are found by mpirun, or when one
+// of those flags is itself wrong.
+inline std::optional<Options> read_meeting_flags(const std::vector<std::string>& arguments) {
+    Options options;
+    std::vector<const Flag*> seen;
+    try {
+        for (size_t i = 0; i + 1 < arguments.size(); ++i) {
+            const Flag* flag = find_flag(arguments[i]);
+            if (flag == nullptr || !flag->takes_value) continue;
+            if (find_flag(arguments[i + 1]) != nullptr) continue;  // the value was forgotten
+            ++i;
+            if (!detail::is_meeting_flag(*flag)) continue;
+            if (std::count(seen.begin(), seen.end(), flag) > 0) return std::nullopt;
+            seen.push_back(flag);
+            detail::assign(options, *flag, arguments[i]);
+        }
+        detail::check_combinations(options);
+    } catch (const Error&) {
+        return std::nullopt;
+    }
+    if (options.num_processes == 1 || options.init_method == "mpi") return std::nullopt;
+    return options;
 }
 
 namespace detail {

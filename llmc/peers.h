@@ -1,7 +1,8 @@
 // How the processes of a run come together: rank 0 listens, every other rank connects, says who it
 // is, and keeps the connection as its control channel (control_channel.h). When all are there, rank
-// 0 tells each the table of ranks and the id that NCCL starts from. See handshake.h for what is
-// said, and for what a stranger on the port can and cannot do.
+// 0 tells each the table of ranks and the id that NCCL starts from. A rank that cannot start, for
+// example over a wrong flag, may come all the same to say why, so that the others do not wait for
+// it. See handshake.h for what is said, and for what a stranger on the port can and cannot do.
 #pragma once
 
 #include <poll.h>
@@ -28,6 +29,10 @@
 #include "llmc/printable.h"
 
 namespace llmc {
+
+// How long those who know that there will be no run wait for ranks that have yet to hear of it: the
+// ranks of a job start within that time.
+constexpr double kDeclineSeconds = 10;
 
 namespace detail {
 
@@ -73,11 +78,17 @@ class PeerServer {
     // Serves until all other ranks are here, tells each the table and `id`, and stops listening.
     // Whoever says nothing, or nothing sensible, is dropped after a few seconds without harm to
     // the others, who are served meanwhile; a process that does not belong here is told why. After
-    // `limit_s` seconds, or when two ranks use one GPU, an Error, which those present get, too.
-    // `every_second` is called about that often. For one call.
+    // `limit_s` seconds, or when two ranks use one GPU, an Error, which those present get, too; when a
+    // rank declines, one that all get who come within kDeclineSeconds. `every_second` is called about
+    // that often. For one call.
     std::unique_ptr<Peers> wait_for_all(const PeerInfo& self, const unsigned char (&id)[kIdBytes],
                                         double limit_s,
                                         const std::function<void()>& every_second = {});
+
+    // For a rank 0 that cannot start: tells each of the other size - 1 ranks `text`, instead of serving
+    // them. Returns when all have heard it, or after `limit_s` seconds. For one call.
+    void decline_all(int size, const std::string& text, double limit_s,
+                     const std::function<void()>& every_second = {});
 
   private:
     using Message = handshake::Message;
@@ -96,8 +107,10 @@ class PeerServer {
         bool is_dismissed = false;
     };
 
+    void begin(int size);
     Message message(MessageType type, int rank, const std::string& text) const;
     std::vector<int> missing() const;
+    bool all_have_heard() const;
     std::string limit_message(double limit_s) const;
     void wait_for_events(net::Deadline deadline);
     void accept_newcomers();
@@ -106,6 +119,9 @@ class PeerServer {
     void admit(Newcomer* newcomer, const Message& hello);
     void dismiss(Newcomer* newcomer, const std::string& who, const std::string& why);
     void hear_arrived();
+    void refuse(MessageLink* link);
+    void refuse_until_all_have_heard(net::Deadline deadline,
+                                     const std::function<void()>& every_second);
     void tell_who_is_missing();
     [[noreturn]] void give_up(const std::string& text);
     std::unique_ptr<Peers> start(const unsigned char (&id)[kIdBytes]);
@@ -118,6 +134,7 @@ class PeerServer {
     std::vector<PeerInfo> table_;       // by rank
     std::vector<bool> has_come_;        // by rank, also of those that have left again
     std::string last_refusal_;
+    std::string why_not_;  // "": as far as is known the run will start
 };
 
 inline PeerServer::Message PeerServer::message(MessageType type, int rank,
@@ -163,16 +180,9 @@ inline std::unique_ptr<Peers> PeerServer::wait_for_all(const PeerInfo& self,
                                                        const unsigned char (&id)[kIdBytes],
                                                        double limit_s,
                                                        const std::function<void()>& every_second) {
-    if (self.size < 1 || self.size > handshake::kMaxRanks) {
-        throw Error(format("%d ranks: must be between 1 and %d", self.size, handshake::kMaxRanks));
-    }
+    begin(self.size);
     const net::Deadline deadline = net::after(limit_s);
-    server_.size = self.size;
-    const size_t size = static_cast<size_t>(self.size);
-    arrived_ = std::vector<MessageLink>(size);
-    table_ = std::vector<PeerInfo>(size);
     table_[0] = self;
-    has_come_.assign(size, false);
     net::Deadline next_second = net::Clock::now();
     while (!missing().empty()) {
         const net::Deadline now = net::Clock::now();
@@ -186,10 +196,61 @@ inline std::unique_ptr<Peers> PeerServer::wait_for_all(const PeerInfo& self,
         accept_newcomers();
         hear_newcomers();
         hear_arrived();
+        if (why_not_.empty()) continue;
+        refuse_until_all_have_heard(std::min(deadline, net::after(kDeclineSeconds)), every_second);
+        throw Error(why_not_);
     }
     const std::string shared = handshake::shared_device(table_);
     if (!shared.empty()) give_up(shared);
     return start(id);
+}
+
+inline void PeerServer::begin(int size) {
+    if (size < 1 || size > handshake::kMaxRanks) {
+        throw Error(format("%d ranks: must be between 1 and %d", size, handshake::kMaxRanks));
+    }
+    server_.size = size;
+    arrived_ = std::vector<MessageLink>(static_cast<size_t>(size));
+    table_ = std::vector<PeerInfo>(static_cast<size_t>(size));
+    has_come_.assign(static_cast<size_t>(size), false);
+}
+
+inline void PeerServer::decline_all(int size, const std::string& text, double limit_s,
+                                    const std::function<void()>& every_second) {
+    begin(size);
+    why_not_ = text;
+    refuse_until_all_have_heard(net::after(limit_s), every_second);
+}
+
+// Every rank has come once, and each has closed its connection: it has read what it was told.
+inline bool PeerServer::all_have_heard() const {
+    const auto is_open = [](const MessageLink& link) { return link.is_open(); };
+    return std::none_of(arrived_.begin(), arrived_.end(), is_open) &&
+           std::all_of(has_come_.begin() + 1, has_come_.end(),
+                       [](bool has_come) { return has_come; });
+}
+
+inline void PeerServer::refuse(MessageLink* link) {
+    link->queue(message(MessageType::kRefusal, 0, why_not_));
+    link->end_output();
+}
+
+inline void PeerServer::refuse_until_all_have_heard(net::Deadline deadline,
+                                                    const std::function<void()>& every_second) {
+    for (MessageLink& link : arrived_) {
+        if (link.is_open()) refuse(&link);
+    }
+    net::Deadline next_second = net::Clock::now();
+    while (!all_have_heard() && net::Clock::now() < deadline) {
+        if (every_second && net::Clock::now() >= next_second) {
+            every_second();
+            next_second = net::after(1);
+        }
+        wait_for_events(every_second ? std::min(deadline, next_second) : deadline);
+        accept_newcomers();
+        hear_newcomers();
+        hear_arrived();
+    }
 }
 
 inline void PeerServer::wait_for_events(net::Deadline deadline) {
@@ -265,6 +326,10 @@ inline void PeerServer::admit(Newcomer* newcomer, const Message& hello) {
     has_come_[rank] = true;
     arrived_[rank] = std::move(newcomer->link);
     newcomer->link = MessageLink();
+    if (!why_not_.empty()) {
+        refuse(&arrived_[rank]);
+        return;
+    }
     const std::vector<int> others = missing();
     const std::string text = others.empty() ? "" : handshake::rank_list(others);
     arrived_[rank].queue(message(MessageType::kWaiting, 0, text));
@@ -286,12 +351,14 @@ inline void PeerServer::dismiss(Newcomer* newcomer, const std::string& who,
 inline void PeerServer::hear_arrived() {
     for (MessageLink& link : arrived_) {
         if (!link.is_open()) continue;
-        // A rank has nothing to say before the start, so anything but silence is its end.
+        // Before the start a rank has nothing to say but why it declines; it stays for the answer.
         std::vector<Message> messages;
         uint32_t version = 0;
         const MessageLink::State state = link.receive(&messages, 1, &version);
         link.flush();
-        if (state != MessageLink::State::kOpen || !messages.empty()) link.close();
+        const bool declines = !messages.empty() && messages[0].type == MessageType::kFailure;
+        if (declines && why_not_.empty()) why_not_ = messages[0].text;
+        if (state != MessageLink::State::kOpen || (!messages.empty() && !declines)) link.close();
     }
 }
 
@@ -412,6 +479,38 @@ class Joining {
             if (state == MessageLink::State::kForeign) reason_ = "another program answers there";
             if (state == MessageLink::State::kClosed) reason_ = "it closed the connection";
             if (state != MessageLink::State::kOpen) return nullptr;
+        }
+    }
+
+    // Connects to one endpoint and says there that this rank will not come, and why: one line that
+    // names the rank. True when rank 0 has heard it.
+    bool decline(const net::Endpoint& endpoint, uint64_t server_token, const std::string& text) {
+        net::Socket socket =
+            net::connect_to(endpoint, std::min(deadline_, net::after(kConnectSeconds)), &reason_);
+        if (!socket) return false;
+        MessageLink link(std::move(socket));
+        link.queue(hello(server_token));
+        handshake::Message failure = hello(server_token);
+        failure.type = handshake::MessageType::kFailure;
+        failure.text = text;
+        link.queue(failure);
+        for (;;) {
+            link.flush();
+            if (is_over()) return false;
+            pollfd entry = link.poll_entry();
+            ::poll(&entry, 1, net::poll_ms(deadline_));
+            std::vector<handshake::Message> messages;
+            uint32_t version = 0;
+            const MessageLink::State state = link.receive(&messages, 1, &version);
+            for (const handshake::Message& message : messages) {
+                if (server_token != 0 && message.server_token != server_token) return false;
+                // The end of the run; or it has just begun, and Peers has taken the word.
+                if (message.type == handshake::MessageType::kRefusal ||
+                    message.type == handshake::MessageType::kReceived) {
+                    return true;
+                }
+            }
+            if (state != MessageLink::State::kOpen) return false;
         }
     }
 
@@ -555,6 +654,22 @@ inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where
     }
     throw Error(begin + "rank 0 did not answer at " + places + " " + detail::within_limit(limit_s) +
                 ": " + reason);
+}
+
+// For a rank other than 0 that cannot start: tells the rank 0 that is, or within `limit_s` seconds will
+// be, at one of the endpoints `where` that this rank will not come, and why: one line that names it.
+// Returns whether rank 0 has heard it. The arguments are join_peers'.
+inline bool decline_peers(const std::vector<net::Endpoint>& where, const std::string& job_token,
+                          const PeerInfo& self, const std::string& text, double limit_s) {
+    detail::Joining joining(job_token, self, limit_s);
+    detail::Pause pause;
+    do {
+        for (const net::Endpoint& endpoint : where) {
+            if (joining.decline(endpoint, 0, text)) return true;
+        }
+        pause.wait(joining.deadline());
+    } while (!joining.is_over());
+    return false;
 }
 
 }  // namespace llmc

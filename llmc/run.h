@@ -415,9 +415,8 @@ inline void compare_ranks(const Run& run) {
     }
 }
 
-// Finds the other processes, then reads and checks; writes nothing. An error of one rank is an error of
-// all.
-inline void set_up(Run& run) {
+// Throws Error when the other processes cannot be found with these flags, before any is asked for.
+inline void check_meeting(const Run& run) {
     const Options& options = run.options;
     const std::vector<std::string>& arguments = run.command_line;
     const auto is_given = [&](const char* flag) {
@@ -433,6 +432,44 @@ inline void set_up(Run& run) {
         throw Error("-pi mpi: this build has no MPI; give -pi tcp or fs, or build with OpenMPI");
     }
 #endif
+    multi_gpu_check_start(options.num_processes, options.process_rank, options.gpus_per_node);
+}
+
+// Tells the other ranks of -pi tcp and fs that this one does not come, as far as its flags say where they
+// wait: `what` follows "rank 2". Takes seconds where they do not come, either.
+inline void tell_other_ranks(const Run& run, const std::string& what) {
+    std::vector<std::string> arguments = run.command_line;
+    if (!arguments.empty()) arguments.erase(arguments.begin());
+    const std::optional<Options> place = read_meeting_flags(arguments);
+    if (!place) return;
+    multi_gpu_decline(place->num_processes, place->process_rank, place->server_address,
+                      place->shared_folder, place->init_method, place->port,
+                      format("rank %d", place->process_rank) + what);
+}
+
+// Answers --help or --version, once for all ranks that mpirun has started. Those of the other ranks that
+// are to train do not wait for this one.
+inline void answer_instead_of_training(const Run& run) {
+    const Options& options = run.options;
+    const bool by_launcher = options.init_method == "mpi";
+    const detail::Launched all = detail::launched();
+    if (!by_launcher || all.rank == 0) {
+        std::fputs((options.help ? help_text(run.command_line[0]) : version_text()).c_str(),
+                   stdout);
+        std::fflush(stdout);
+    }
+    const std::string asked_for = options.help ? "--help" : "--version";
+    if (!by_launcher) {
+        tell_other_ranks(run, " was asked for " + asked_for);
+    } else if (all.processes > 1) {
+        multi_gpu_agree_not_to_train(asked_for);
+    }
+}
+
+// Finds the other processes, then reads and checks; writes nothing. An error of one rank is an error of
+// all.
+inline void set_up(Run& run) {
+    const Options& options = run.options;
     run.multi_gpu = multi_gpu_config_init(options.num_processes, options.process_rank,
                                           options.gpus_per_node, options.server_address,
                                           options.shared_folder, options.init_method, options.port);

@@ -290,13 +290,15 @@ inline void withdraw_id(const std::string& folder, const std::string& job_token,
     }
 }
 
-// Rank 0's whole part: publishes the id, waits as PeerServer::wait_for_all does, and removes the
-// file, also on an Error and when a signal ends this process (within a second).
-inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std::string& folder,
-                                                   const std::string& job_token,
-                                                   const PeerInfo& self,
-                                                   const unsigned char (&id)[kIdBytes],
-                                                   double limit_s) {
+namespace id_file {
+
+// Publishes the id and calls wait(every_second), which serves those that come and calls its argument
+// about once a second; removes the file afterwards, also on an Error and when a signal ends this
+// process (within a second).
+template <class Wait>
+auto while_published(const PeerServer* server, const std::string& folder,
+                     const std::string& job_token, const unsigned char (&id)[kIdBytes],
+                     Wait&& wait) {
     struct Withdraw {
         const std::string& folder;
         const std::string& job_token;
@@ -304,11 +306,11 @@ inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std
         ~Withdraw() { withdraw_id(folder, job_token, server); }
     };
     const std::optional<SharedId> older = read_id(folder, job_token);
-    if (older && id_file::is_alive(*older, job_token)) id_file::fail_as_second(folder, *older);
+    if (older && is_alive(*older, job_token)) fail_as_second(folder, *older);
     const HeldSignals signals;  // goes after the file
     publish_id(folder, job_token, *server, id);
     const Withdraw at_the_end{folder, job_token, *server};
-    return server->wait_for_all(self, id, limit_s, [&] {
+    return wait([&] {
         if (signals.held() != 0) {
             throw Error(std::string(stop_signal_name(signals.held())) +
                         " came before the other ranks");
@@ -316,12 +318,36 @@ inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std
         const std::optional<SharedId> shared = read_id(folder, job_token);
         if (shared && shared->server_token == server->token()) return;
         // Both started at the same moment, and neither saw the other.
-        if (shared) id_file::fail_as_second(folder, *shared);
+        if (shared) fail_as_second(folder, *shared);
         // Another job's, or gone. The folder was writable: a failure now is worth another try.
         try {
             publish_id(folder, job_token, *server, id);
         } catch (const Error&) {
         }
+    });
+}
+
+}  // namespace id_file
+
+// Rank 0's whole part: publishes the id, waits as PeerServer::wait_for_all does, and removes the
+// file, also on an Error and when a signal ends this process (within a second).
+inline std::unique_ptr<Peers> serve_through_folder(PeerServer* server, const std::string& folder,
+                                                   const std::string& job_token,
+                                                   const PeerInfo& self,
+                                                   const unsigned char (&id)[kIdBytes],
+                                                   double limit_s) {
+    return id_file::while_published(server, folder, job_token, id, [&](const auto& every_second) {
+        return server->wait_for_all(self, id, limit_s, every_second);
+    });
+}
+
+// Likewise for a rank 0 that cannot start: as PeerServer::decline_all. There is no id in the file.
+inline void decline_all_through_folder(PeerServer* server, const std::string& folder,
+                                       const std::string& job_token, int size,
+                                       const std::string& text, double limit_s) {
+    const unsigned char no_id[kIdBytes] = {};
+    id_file::while_published(server, folder, job_token, no_id, [&](const auto& every_second) {
+        server->decline_all(size, text, limit_s, every_second);
     });
 }
 
@@ -357,6 +383,21 @@ inline std::unique_ptr<Peers> join_through_folder(const std::string& folder,
     } while (!joining.is_over());
     throw Error(id_file::flag(folder) + ": rank 0 was not found " + detail::within_limit(limit_s) +
                 ": " + problem);
+}
+
+// As decline_peers, to the rank 0 that the file in the folder tells of.
+inline bool decline_through_folder(const std::string& folder, const std::string& job_token,
+                                   const PeerInfo& self, const std::string& text, double limit_s) {
+    detail::Joining joining(job_token, self, limit_s);
+    detail::Pause pause;
+    do {
+        const std::optional<SharedId> shared = read_id(folder, job_token);
+        for (size_t i = 0; shared && i < shared->where.size(); ++i) {
+            if (joining.decline(shared->where[i], shared->server_token, text)) return true;
+        }
+        pause.wait(joining.deadline());
+    } while (!joining.is_over());
+    return false;
 }
 
 }  // namespace llmc

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "llmc/cuda_common.h"
 #include "llmc/params.h"
@@ -26,16 +27,35 @@ namespace llmc {
 
 namespace detail {
 
+// How many processes a launcher has started together, by the variable `size_name`, and which of them
+// this is. Without a launcher one.
+struct Launched {
+    int processes = 1;
+    int rank = 0;
+    const char* size_name = "";
+};
+
+inline Launched launched() {
+    const std::pair<const char*, const char*> names[] = {
+        {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+        {"PMI_SIZE", "PMI_RANK"},
+        {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
+    for (const auto& [size_name, rank_name] : names) {
+        const char* size = std::getenv(size_name);
+        const char* rank = std::getenv(rank_name);
+        if (size == nullptr || std::atoi(size) < 2) continue;
+        return {std::atoi(size), rank == nullptr ? 0 : std::atoi(rank), size_name};
+    }
+    return {};
+}
+
 // Throws Error when this process is one of several that a launcher started, although it would train
 // alone: a job must never become N lone runs in one folder.
 inline void refuse_lone_run(const std::string& why) {
-    for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-        const char* size = std::getenv(name);
-        if (size != nullptr && std::atoi(size) > 1) {
-            throw Error(
-                format("started as one of %s processes (%s), but %s", size, name, why.c_str()));
-        }
-    }
+    const Launched all = launched();
+    if (all.processes == 1) return;
+    throw Error(format("started as one of %d processes (%s), but %s", all.processes, all.size_name,
+                       why.c_str()));
 }
 
 inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) {
@@ -51,6 +71,22 @@ inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) 
 
 }  // namespace detail
 
+// Throws Error when a number or a time limit of the environment is out of range. multi_gpu_config_init
+// does so, too; an error of this one has come before any other rank was asked for.
+inline void multi_gpu_check_start(int num_processes, int process_rank, int gpus_per_node) {
+    detail::check_ranks(num_processes, process_rank, gpus_per_node);
+#ifdef MULTI_GPU
+    detail::init_limit();
+    detail::step_limit();
+#endif
+}
+
+#ifndef MULTI_GPU
+inline void multi_gpu_decline(int, int, const std::string&, const std::string&, const std::string&,
+                              int, const std::string&) {}
+inline void multi_gpu_agree_not_to_train(const std::string&) {}
+#endif
+
 // Finds the other processes by `init_method` and opens the communicator.
 //
 //   mpi  rank and size come from MPI, and the three numbers must not contradict it (0, or 1 process)
@@ -59,18 +95,17 @@ inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) 
 //
 // For tcp and fs the GPU is process_rank % gpus_per_node. Waits for the others, at most
 // LLMC_INIT_TIMEOUT_S seconds (300). Throws Error when a number is out of range, when ranks are
-// missing then, when there are fewer GPUs than ranks on a host, and when two ranks have one GPU.
+// missing then or decline, when there are fewer GPUs than ranks on a host, and when two ranks have one.
 inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank, int gpus_per_node,
                                             const std::string& server_ip,
                                             const std::string& fs_path,
                                             const std::string& init_method, int server_port = 17171,
                                             const CommunicatorOptions& communicator = {}) {
-    detail::check_ranks(num_processes, process_rank, gpus_per_node);
+    multi_gpu_check_start(num_processes, process_rank, gpus_per_node);
     MultiGpuConfig config;
 #ifdef MULTI_GPU
     ncclUniqueId id{};
-    detail::init_limit();  // a wrong value is seen before anybody waits
-    config.time_limit_s = seconds_from_environment("LLMC_COMM_TIMEOUT_S", 600.0);
+    config.time_limit_s = detail::step_limit();
     if (init_method == "mpi") {
         id = detail::start_by_mpi(&config, num_processes);
     } else {

@@ -38,6 +38,10 @@ inline double init_limit() {
     return seconds_from_environment("LLMC_INIT_TIMEOUT_S", 300.0);
 }
 
+inline double step_limit() {
+    return seconds_from_environment("LLMC_COMM_TIMEOUT_S", 600.0);
+}
+
 // What tells this job's processes from another's: LLMC_JOB_TOKEN, else the Slurm job's number, else "".
 inline std::string job_token() {
     for (const char* name : {"LLMC_JOB_TOKEN", "SLURM_JOB_ID"}) {
@@ -190,6 +194,36 @@ inline ncclUniqueId get_nccl_id_via_fs(MultiGpuConfig* config, const std::string
     return id;
 }
 
+// For a rank that cannot start: says so to the others where they wait for it, or will in a moment, with
+// `text`, one line that names this rank and why. Takes at most kDeclineSeconds; returns early when
+// they have heard it. Does nothing with -pi mpi, whose launcher ends the others, and where they
+// cannot be reached.
+inline void multi_gpu_decline(int num_processes, int process_rank, const std::string& server_ip,
+                              const std::string& fs_path, const std::string& init_method,
+                              int server_port, const std::string& text) {
+    const PeerInfo self = {process_rank, num_processes, detail::host_hash(), ""};
+    const std::string token = detail::job_token();
+    try {
+        double limit = kDeclineSeconds;
+        try {
+            limit = std::min(limit, detail::init_limit());
+        } catch (const Error&) {  // which may be what is wrong
+        }
+        if (init_method == "tcp" && process_rank == 0) {
+            PeerServer(server_ip, server_port, token, "").decline_all(num_processes, text, limit);
+        } else if (init_method == "tcp") {
+            decline_peers({{server_ip, server_port}}, token, self, text, limit);
+        } else if (init_method == "fs" && process_rank == 0) {
+            PeerServer server("", 0, token, "");
+            decline_all_through_folder(&server, fs_path, token, num_processes, text, limit);
+        } else if (init_method == "fs") {
+            decline_through_folder(fs_path, token, self, text, limit);
+        }
+    } catch (const Error&) {
+        // The others cannot be told: they have their limit.
+    }
+}
+
 #ifdef USE_MPI
 
 namespace detail {
@@ -243,6 +277,32 @@ inline bool has_mpi_launcher() {
         if (std::getenv(name) != nullptr) return true;
     }
     return false;
+}
+
+// Starts MPI and learns rank and size from it. `asked_for` is what this process is to do instead of
+// training ("--help"), else "". Throws Error on every rank when it is not the same on all: those that
+// train would wait for the others.
+inline void open_mpi(MultiGpuConfig* config, const std::string& asked_for) {
+    mpi_check(MPI_Init(nullptr, nullptr), "MPI_Init");
+    config->started_by_mpi = true;
+    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN),
+              "MPI_Comm_set_errhandler");
+    mpi_check(MPI_Comm_rank(MPI_COMM_WORLD, &config->process_rank), "MPI_Comm_rank");
+    mpi_check(MPI_Comm_size(MPI_COMM_WORLD, &config->num_processes), "MPI_Comm_size");
+    constexpr size_t kBytes = 16;
+    char own[kBytes] = {};
+    asked_for.copy(own, kBytes - 1);
+    std::vector<char> all(kBytes * static_cast<size_t>(config->num_processes));
+    mpi_check(MPI_Allgather(own, kBytes, MPI_CHAR, all.data(), kBytes, MPI_CHAR, MPI_COMM_WORLD),
+              "MPI_Allgather");
+    const auto asked = [&](int rank) { return std::string(&all[kBytes * rank]); };
+    for (int rank = 1; rank < config->num_processes; ++rank) {
+        if (asked(rank) == asked(0)) continue;
+        const int one = asked(rank).empty() ? 0 : rank, other = rank - one;
+        throw Error(
+            format("rank %d was asked for %s, and rank %d was not; give all ranks the same flags",
+                   one, asked(one).c_str(), other));
+    }
 }
 
 }  // namespace detail
@@ -328,12 +388,7 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     }
     const double limit = init_limit();
     auto guard = std::make_unique<MpiLimit>(limit, "the start of MPI");
-    mpi_check(MPI_Init(nullptr, nullptr), "MPI_Init");
-    config->started_by_mpi = true;
-    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN),
-              "MPI_Comm_set_errhandler");
-    mpi_check(MPI_Comm_rank(MPI_COMM_WORLD, &config->process_rank), "MPI_Comm_rank");
-    mpi_check(MPI_Comm_size(MPI_COMM_WORLD, &config->num_processes), "MPI_Comm_size");
+    open_mpi(config, "");
     if (num_processes > 1 && num_processes != config->num_processes) {
         throw Error(format("-pn %d: mpirun has started %d; leave out -pn, or give both the same",
                            num_processes, config->num_processes));
@@ -361,9 +416,22 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     return id;
 }
 
+// choose_device where no launcher ends the others when this rank ends.
+inline std::string choose_device_or_decline(MultiGpuConfig* config, const std::string& server_ip,
+                                            const std::string& fs_path,
+                                            const std::string& init_method, int server_port) {
+    try {
+        return choose_device(config);
+    } catch (const Error& error) {
+        multi_gpu_decline(config->num_processes, config->process_rank, server_ip, fs_path,
+                          init_method, server_port, error.what());
+        throw;
+    }
+}
+
 inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
                                  const std::string& server_ip, int server_port) {
-    const std::string problem = choose_device(config);
+    const std::string problem = choose_device_or_decline(config, server_ip, "", "tcp", server_port);
     const ncclUniqueId id = get_nccl_id_via_tcp(config, server_ip, server_port);
     refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
@@ -372,7 +440,7 @@ inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
 
 inline ncclUniqueId start_by_fs(MultiGpuConfig* config, int gpus_per_node,
                                 const std::string& fs_path) {
-    const std::string problem = choose_device(config);
+    const std::string problem = choose_device_or_decline(config, "", fs_path, "fs", 0);
     const ncclUniqueId id = get_nccl_id_via_fs(config, fs_path);
     refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
@@ -425,6 +493,20 @@ inline void end_mpi([[maybe_unused]] MultiGpuConfig* config) {
 }
 
 }  // namespace detail
+
+// For one of several ranks that mpirun has started, asked for `asked_for` ("--help") instead of training:
+// returns when all were, and throws Error on every rank when one was not. Without MPI it does nothing.
+inline void multi_gpu_agree_not_to_train([[maybe_unused]] const std::string& asked_for) {
+#ifdef USE_MPI
+    if (!detail::has_mpi_launcher()) return;
+    MultiGpuConfig config;
+    {
+        const detail::MpiLimit guard(detail::init_limit(), "the start of MPI");
+        detail::open_mpi(&config, asked_for);
+    }
+    detail::end_mpi(&config);
+#endif
+}
 
 }  // namespace llmc
 

@@ -345,6 +345,53 @@ TEST(UnknownFlag, WasToldOfAFlagThatIsNotNear) {
     }
 }
 
+// ---- the flags by which processes meet
+
+std::string meeting(const std::vector<std::string>& arguments) {
+    const std::optional<Options> options = llmc::read_meeting_flags(arguments);
+    if (!options) return "";
+    return options->init_method + " " + std::to_string(options->process_rank) + " of " +
+           std::to_string(options->num_processes) + " at " + options->server_address + ":" +
+           std::to_string(options->port) + options->shared_folder;
+}
+
+TEST(ReadMeetingFlags, ReadsThemBesideFlagsThatAreWrong) {
+    using Arguments = std::vector<std::string>;
+    const Arguments tcp = {"-pi", "tcp", "-pn", "4", "-pr", "2", "-ps", "node1", "-pp", "99"};
+    const auto beside = [&](Arguments before, Arguments after = {}) {
+        before.insert(before.end(), tcp.begin(), tcp.end());
+        before.insert(before.end(), after.begin(), after.end());
+        return meeting(before);
+    };
+    const std::string place = "tcp 2 of 4 at node1:99";
+    EXPECT_EQ(beside({}), place);
+    EXPECT_EQ(beside({"-b", "0"}), place);
+    EXPECT_EQ(beside({"-b"}), place);
+    EXPECT_EQ(beside({"-bogus", "7", "--help"}, {"-l", "x", "-t"}), place);
+    EXPECT_EQ(beside({"-b", "1", "-b", "2"}, {"loose"}), place);
+    EXPECT_EQ(beside({"-o", "-x"}), place);
+    EXPECT_EQ(meeting({"-pi", "fs", "-pn", "2", "-pf", "/d"}), "fs 0 of 2 at :17171/d");
+}
+
+TEST(ReadMeetingFlags, FindsNothingWhereOneOfThemIsWrong) {
+    for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
+             {},
+             {"-pn", "4"},
+             {"-pi", "tcp", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "1", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "4"},
+             {"-pi", "fs", "-pn", "4"},
+             {"-pi", "udp", "-pn", "4", "-ps", "node1", "-pf", "/d"},
+             {"-pi", "tcp", "-pn", "4", "-pr", "4", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "4", "-pr", "one", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "4", "-pg", "0", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "4", "-pp", "70000", "-ps", "node1"},
+             {"-pi", "tcp", "-pn", "4", "-pr", "1", "-pr", "2", "-ps", "node1"},
+         }) {
+        EXPECT_EQ(meeting(arguments), "") << arguments.size();
+    }
+}
+
 TEST(UnknownFlag, LooseValueIsNotOne) {
     EXPECT_EQ(parse_error({"train.bin"}),
               "train.bin: a flag must come here, such as -b 4; --help lists all");

@@ -154,6 +154,90 @@ TEST(Peers, RanksOnOneGpuAreNamedOnEveryRank) {
     }
 }
 
+// ---- ranks that decline
+
+std::future<bool> decline(int port, const PeerInfo& self, const std::string& text,
+                          double limit_s = 20) {
+    return std::async(std::launch::async, [=] {
+        return decline_peers({{"127.0.0.1", port}}, kJob, self, text, limit_s);
+    });
+}
+
+TEST(Peers, ARankThatDeclinesEndsTheStartOfAll) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    std::vector<std::future<Outcome>> futures;
+    futures.push_back(serve(&server, info(0, 4)));
+    futures.push_back(join(server.port(), info(1, 4)));
+    sleep_ms(100);
+    EXPECT_TRUE(decline(server.port(), info(2, 4), "rank 2: -b 0").get());
+    // One that comes later is told the same.
+    sleep_ms(300);
+    const net::Deadline start = net::Clock::now();
+    futures.push_back(join(server.port(), info(3, 4)));
+    for (std::future<Outcome>& future : futures) {
+        const Outcome outcome = future.get();
+        EXPECT_EQ(outcome.error, "rank 2: -b 0");
+    }
+    EXPECT_LT(seconds_since(start), 4);
+}
+
+TEST(Peers, ARankZeroThatDeclinesTellsAllThatCome) {
+    const int port = free_port();
+    std::future<Outcome> one = join(port, info(1, 3));
+    std::future<bool> two = decline(port, info(2, 3), "rank 2: -t 0");
+    sleep_ms(100);
+    PeerServer server("127.0.0.1", port, kJob, "");
+    const net::Deadline start = net::Clock::now();
+    server.decline_all(3, "rank 0: -b 0", 20);
+    EXPECT_LT(seconds_since(start), 4);
+    EXPECT_EQ(one.get().error, "rank 0: -b 0");
+    EXPECT_TRUE(two.get());
+}
+
+TEST(Peers, ARankZeroThatDeclinesGivesUpAtItsLimit) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    const net::Deadline start = net::Clock::now();
+    server.decline_all(3, "rank 0: -b 0", 0.3);
+    EXPECT_GE(seconds_since(start), 0.3);
+    EXPECT_LT(seconds_since(start), 2);
+    EXPECT_FALSE(decline(free_port(), info(2, 3), "rank 2: -b 0", 0.3).get());
+}
+
+TEST(Peers, AWordThatComesAfterTheStartIsHeardToo) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    std::future<Outcome> zero = serve(&server, info(0, 2));
+    const net::Socket socket = connect(server.port());
+    hs::MessageBytes bytes = hello_bytes(1, 2);
+    ASSERT_TRUE(net::send_all(socket, bytes.data(), bytes.size(), net::after(1)));
+    const Outcome outcome = zero.get();
+    ASSERT_NE(outcome.peers, nullptr);
+    hs::Message failure;
+    failure.type = hs::MessageType::kFailure;
+    failure.rank = 1;
+    failure.size = 2;
+    failure.text = "rank 1: -b 0";
+    bytes = hs::encode(failure);
+    ASSERT_TRUE(net::send_all(socket, bytes.data(), bytes.size(), net::after(1)));
+    EXPECT_EQ(outcome.peers->wait_for_failure(5), "rank 1: -b 0");
+}
+
+TEST(Peers, AStrangerCannotDecline) {
+    PeerServer server("127.0.0.1", 0, kJob, "");
+    std::future<Outcome> zero = serve(&server, info(0, 3)), one = join(server.port(), info(1, 3));
+    sleep_ms(200);
+    // Of another job, of another size, and in the place of a rank that is here.
+    EXPECT_TRUE(decline_peers({{"127.0.0.1", server.port()}}, "another job", info(2, 3), "x", 5));
+    EXPECT_TRUE(decline(server.port(), info(2, 4), "x").get());
+    EXPECT_TRUE(decline(server.port(), info(1, 3), "x").get());
+    std::future<Outcome> two = join(server.port(), info(2, 3));
+    std::vector<PeersPointer> all;
+    for (auto* future : {&zero, &one, &two}) {
+        all.push_back(future->get().peers);
+        ASSERT_NE(all.back(), nullptr);
+    }
+    close_all(&all);
+}
+
 // ---- who does not belong
 
 TEST(Peers, StrangersAreToldWhyAndDoNoHarm) {

@@ -281,6 +281,24 @@ TEST_F(SharedIdFile, RemovedAlsoWhenTheStartFails) {
     EXPECT_TRUE(names().empty());
 }
 
+TEST_F(SharedIdFile, LeadsARankThatDeclinesToRankZero) {
+    std::future<bool> one = std::async(std::launch::async, [this] {
+        const PeerInfo self = {1, 2, 1, ""};
+        return llmc::decline_through_folder(folder_, "job", self, "rank 1: -b 0", 20);
+    });
+    EXPECT_EQ(serve(1).get().error, "rank 1: -b 0");
+    EXPECT_TRUE(one.get());
+    EXPECT_TRUE(names().empty());
+}
+
+TEST_F(SharedIdFile, LeadsTheOthersToARankZeroThatDeclines) {
+    std::future<Outcome> one = join();
+    PeerServer server("127.0.0.1", 0, "job", "");
+    llmc::decline_all_through_folder(&server, folder_, "job", 2, "rank 0: -b 0", 20);
+    EXPECT_EQ(one.get().error, "rank 0: -b 0");
+    EXPECT_TRUE(names().empty());
+}
+
 TEST_F(SharedIdFile, ReasonIsNamedAtTheLimit) {
     const std::string begin =
         "-pf " + folder_ + ": rank 0 was not found within 0.1 s (LLMC_INIT_TIMEOUT_S): ";
