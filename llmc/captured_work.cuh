@@ -1,9 +1,16 @@
-// Work that is queued again and again with the same arguments, as CUDA graphs.
+// Work that is queued on a stream again and again, launched as one CUDA graph (CUDA programming guide,
+// "CUDA Graphs").
 //
-// A micro-step is some 20 launches a layer. Launched one by one, each costs the host a few
-// microseconds and leaves a gap between two kernels on the device; a graph is one launch with
-// shorter gaps, which counts where micro-batches are small. What is computed, in which order and by
-// which kernels stays the same, and so do the bits.
+// The work in question is a micro-step: the forward and backward pass of one micro-batch, some 20
+// kernels a layer. Launched one by one, each kernel costs the host a few microseconds and leaves a gap
+// before the next one on the device. Instead a stream can be told to record what is queued on it (to
+// capture it) without running it; the record is a graph, which one call launches as a whole, with
+// shorter gaps. That counts where micro-batches are small. The same kernels run in the same order, so
+// the bits are the same.
+//
+// A graph repeats its kernels with the arguments of the capture: the same pointers, sizes and numbers.
+// What differs from one run to the next must be read from device memory (a micro-batch's tokens are
+// copied to one place before each run), or belong to the key of the graph.
 #pragma once
 
 #include <map>
@@ -12,8 +19,8 @@
 
 namespace llmc {
 
-// What cudaStreamWaitEvent needs on `stream` for an event that is recorded outside the work that may be
-// being captured there.
+// Flags for cudaStreamWaitEvent on `stream`, for an event that other streams record. While `stream` is
+// capturing, the wait becomes a node of the graph, which waits for the event's newest record at each run.
 inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
 #ifdef LLMC_CPU
     return 0;
@@ -50,8 +57,10 @@ cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
 }
 #endif
 
-// Key is what the work may depend on from one call to the next, with operator<. A graph is kept for each
-// that has come twice: there must be few, as there are of GradientTarget.
+// The graphs of a work that comes in several kinds, told apart by their keys: calls with equal keys queue
+// the same work. Key is any type with operator<; for micro-steps it is GradientTarget (reduction.h), which
+// says what a micro-step does to the gradients. Each key that has come twice has a graph, which is kept
+// to the end: there must be few of them.
 template <class Key>
 class CapturedWork {
   public:
@@ -67,13 +76,18 @@ class CapturedWork {
 #endif
     }
 
+    // Without, and on the CPU, run() does no more than to call `queue`.
     bool enabled = false;
 
-    // Calls `queue(key)`, which queues work on `stream` alone and does the same each time it is called
-    // with this `key`; or launches the graph of what it queued. The first time it runs as it is,
-    // since libraries choose and load kernels then; the second time it is captured. `queue` must not
-    // make the host wait, allocate, or touch other streams; of those it may wait for events with
-    // wait_flags. Throws Error when a CUDA call fails. On the CPU build it is always called.
+    // Has the work of this key done on `stream` once. queue(key) queues it there:
+    //
+    //   first call with a key   queue(key) as it is: libraries choose and load their kernels now
+    //   second                  queue(key) is captured, and the graph launched
+    //   all later ones          the graph is launched; `queue` is not called
+    //
+    // `queue` must queue the same work whenever it is called with this key, on `stream` alone, and must
+    // not make the host wait or allocate device memory. For events of other streams it waits with
+    // wait_flags. Throws Error when a CUDA call fails.
     template <class Queue>
     void run(const Key& key, [[maybe_unused]] cudaStream_t stream, Queue&& queue) {
 #ifndef LLMC_CPU
@@ -84,14 +98,14 @@ class CapturedWork {
             cuda_check(cudaGraphLaunch(graph, stream));
             return;
         }
-        if (enabled) graphs_[key] = nullptr;  // seen once
+        if (enabled) graphs_[key] = nullptr;
 #endif
         queue(key);
     }
 
   private:
 #ifndef LLMC_CPU
-    std::map<Key, cudaGraphExec_t> graphs_;
+    std::map<Key, cudaGraphExec_t> graphs_;  // null where a key has come once
 #endif
 };
 

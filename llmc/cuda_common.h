@@ -7,8 +7,8 @@
 
 #include "llmc/error.h"
 
-// In front of a launcher's declaration and definition (launchers.h). With LLMC_KERNELS_APART one object
-// has it and others call it; without, it is part of the translation unit that calls it.
+// Stands in front of each launcher's declaration (launchers.h, which says when which holds) and definition:
+// an ordinary function of one object where kernels are objects of their own, else inline.
 #ifdef LLMC_KERNELS_APART
 #define LLMC_LAUNCHER
 #else

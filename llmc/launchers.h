@@ -2,12 +2,19 @@
 //
 // Each launcher exists twice under one name and one list of arguments: in llmc/*.cuh for the GPU,
 // on floatX and gradX, as declared here; and in llmc/cpu/*.h in namespace cpu, as a template on the
-// types (T weights and activations, G gradients), which is what the GPU's is tested against. This
-// header makes one of the two visible as llmc::NAME.
+// types (T weights and activations, G gradients), which is what the GPU's is tested against. A
+// program includes this header and calls llmc::NAME; what that is depends on how it is built:
 //
-// A GPU's launcher is inline, part of the program that includes this header. With
-// -DLLMC_KERNELS_APART this header declares it and no more: then the program needs no compiler for
-// GPUs, and is linked with llmc/kernels_*.cu.
+//   the CPU build             the twin in llmc/cpu
+//   -DLLMC_KERNELS_APART      declared here, defined in the object of one llmc/kernels_*.cu: the program
+//                             itself is plain C++, as the trainer is
+//   neither                   declared here and defined, inline, in the .cuh files that this header
+//                             includes at its end: one translation unit for nvcc, as make tune,
+//                             grade_checks and each test in test/gpu are
+//
+// LLMC_LAUNCHER in front of a declaration is `inline` in the last case and nothing in the second
+// (cuda_common.h). A new launcher is declared here with its shapes, defined in a .cuh that one
+// kernels_*.cu includes, and has its twin in llmc/cpu.
 //
 // A launcher checks its shapes, queues its work on `stream` and returns; a failed launch or a shape
 // it cannot do throws llmc::Error. Pointers are device memory; a buffer whose size is not said

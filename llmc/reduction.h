@@ -94,11 +94,14 @@ inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slo
     return nodes;
 }
 
-// Where one micro-batch's gradients go, and what follows once they are there. Its forward and backward
-// pass are told nothing else of which micro-batch it is: its tokens are copied to one fixed place before,
-// and its loss from one after. So equal targets are equal work, of which one graph is kept
-// (captured_work.cuh). A rank has few, however many its micro-batches: at most four before nodes, and one
-// for each level of its tree.
+// Where one micro-batch's gradients go, and what follows once they are there.
+//
+// That is also all in which the launches of one micro-step differ from another's: tokens are copied to one
+// fixed place before it, and its loss from one after. Micro-steps with equal targets therefore queue the
+// same work, and the target is the key under which CapturedWork keeps their CUDA graph. A rank has few
+// different ones, however many its micro-batches: two buffers, written or added to, make four without
+// nodes; those with nodes end a slot, and each ends as many levels of the rank's tree as it has nodes: one
+// for each of the log2(W / N) levels.
 struct GradientTarget {
     int buffer = kGradients;      // kGradients, or the spare that is written
     bool accumulate = false;      // add to what an earlier micro-batch of the slot left
