@@ -1,6 +1,7 @@
 // Draws the next token from a row of logits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -40,18 +41,18 @@ inline int sample_token(const float* logits, int V, double u) {
     return best;
 }
 
-// Positions that the forward pass over `used` tokens of a sample computes: a multiple of 32, so that
-// few shapes occur, but no more than T.
-constexpr int kSampleStep = 32;
-inline int padded_sample_length(int used, int T) {
-    return std::min((used + kSampleStep - 1) / kSampleStep * kSampleStep, T);
-}
-
 // The same with the uniform number of (seed, step, position): the text sampled at a step depends on
 // neither what was sampled before nor the rank that does it.
 inline int sample_token(const float* logits, int V, uint64_t seed, uint32_t step,
                         uint64_t position) {
     return sample_token(logits, V, random_uniform(seed, RandomPurpose::kSampling, step, position));
+}
+
+// Positions that the forward pass over `used` tokens of a sample computes: a multiple of 32, so that
+// few shapes occur, but no more than T.
+constexpr int kSampleStep = 32;
+inline int padded_sample_length(int used, int T) {
+    return std::min((used + kSampleStep - 1) / kSampleStep * kSampleStep, T);
 }
 
 }  // namespace llmc

@@ -15,7 +15,7 @@ struct StepInputs {
     float learning_rate = 0.0f;
 };
 
-// The last kSize values of a series with their running sums; z-scores are taken against it.
+// The last kSize values of a series, and their sums as of the newest one; z-scores are taken against it.
 struct OutlierWindow {
     static constexpr int kSize = 128;
     double values[kSize];
