@@ -658,10 +658,11 @@ inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where
 
 // For a rank other than 0 that cannot start: tells the rank 0 that is, or within `limit_s` seconds will
 // be, at one of the endpoints `where` that this rank will not come, and why: one line that names it.
-// Returns whether rank 0 has heard it. The arguments are join_peers'.
+// Returns whether rank 0 has heard it. The arguments are join_peers'. Error when a host is unknown.
 inline bool decline_peers(const std::vector<net::Endpoint>& where, const std::string& job_token,
                           const PeerInfo& self, const std::string& text, double limit_s) {
     detail::Joining joining(job_token, self, limit_s);
+    detail::require_known_hosts(where, limit_s, "");
     detail::Pause pause;
     do {
         for (const net::Endpoint& endpoint : where) {

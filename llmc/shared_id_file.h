@@ -385,13 +385,16 @@ inline std::unique_ptr<Peers> join_through_folder(const std::string& folder,
                 ": " + problem);
 }
 
-// As decline_peers, to the rank 0 that the file in the folder tells of.
+// As decline_peers, to the rank 0 that the file in the folder tells of. False also when there is no such
+// folder.
 inline bool decline_through_folder(const std::string& folder, const std::string& job_token,
                                    const PeerInfo& self, const std::string& text, double limit_s) {
     detail::Joining joining(job_token, self, limit_s);
     detail::Pause pause;
     do {
-        const std::optional<SharedId> shared = read_id(folder, job_token);
+        const id_file::Reading reading = id_file::read(folder, job_token);
+        if (!reading.has_folder) return false;
+        const std::optional<SharedId>& shared = reading.shared;
         for (size_t i = 0; shared && i < shared->where.size(); ++i) {
             if (joining.decline(shared->where[i], shared->server_token, text)) return true;
         }

@@ -20,7 +20,8 @@ from many_ranks import (
     run_ranks,
 )
 
-AT_ONCE = 8  # seconds; those who wait in vain would for 300
+# Seconds. Those who wait in vain would for 300, a rank that stays to tell others for 10.
+AT_ONCE = 9
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_the_user_reads_it_before_the_others_do(lab: Lab, bf16: Trainer, way: st
     """And what a rank leaves for others that never come is gone with it."""
     env = {"LLMC_INIT_TIMEOUT_S": "3"}
     with Ranks(bf16, 3, way, wrong(lab, 0), lab.folder, only=[0], env=env) as ranks:
-        ranks.wait_until(lambda: "-b 0" in ranks.stderr(0), 2)
+        ranks.wait_until(lambda: "-b 0" in ranks.stderr(0), 10)
         assert ranks.started[0].poll() is None
         run = ranks.wait(5)
         assert_refused(run.first, "-b 0")
@@ -125,7 +126,10 @@ def test_a_wrong_variable_of_one_rank(lab: Lab, bf16: Trainer, name: str) -> Non
     ["-b", 0, "-pi", "tcp", "-pn", 3, "-pr", 1],
     ["-b", 0, "-pi", "fs", "-pn", 3, "-pr", 1],
     ["-b", 0, "-pi", "tcp", "-pn", 3, "-pr", 1, "-pr", 2, "-ps", LOCALHOST],
-], ids=["mpi", "-pn", "-pr", "-ps", "-pf", "twice"])
+    ["-b", 0, "-pi", "tcp", "-pn", 3, "-pr", 1, "-ps", "[::"],
+    ["-b", 0, "-pi", "fs", "-pn", 3, "-pr", 1, "-pf", "/no/such/folder"],
+    ["-b", 0, "-pi", "fs", "-pn", 3, "-pr", 0, "-pf", "/no/such/folder"],
+], ids=["mpi", "-pn", "-pr", "-ps", "-pf", "twice", "host", "folder", "folder of rank 0"])
 def test_where_the_others_are_is_not_known(bf16: Trainer, flags: list[object]) -> None:
     result = bf16.run(flags)
     assert_refused(result, "-b 0")
