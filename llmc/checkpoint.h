@@ -105,21 +105,24 @@ inline std::vector<int> complete_checkpoints(const std::string& folder) {
 // Error unless the folder is one that can be written in, or can be made.
 inline void check_output_folder(const std::string& folder) {
     struct stat info;
-    if (::stat(folder.c_str(), &info) == 0) {
+    const int number = ::stat(folder.c_str(), &info) == 0 ? 0 : errno;
+    if (number == 0) {
         if (!S_ISDIR(info.st_mode)) throw Error(format("-o %s: not a folder", folder.c_str()));
         if (::access(folder.c_str(), W_OK | X_OK) != 0) {
             throw Error(format("-o %s: no permission to write in it", folder.c_str()));
         }
         return;
     }
+    const auto fail = [&](const std::string& why) {
+        throw Error(format("-o %s: cannot make the folder: %s", folder.c_str(), why.c_str()));
+    };
+    if (number != ENOENT) fail(std::strerror(number));
     std::string parent = folder;
     while (parent.size() > 1 && parent.back() == '/') parent.pop_back();
     const size_t slash = parent.rfind('/');
     parent = slash == std::string::npos ? "." : parent.substr(0, std::max<size_t>(slash, 1));
-    if (errno != ENOENT || ::access(parent.c_str(), W_OK | X_OK) != 0) {
-        throw Error(
-            format("-o %s: cannot make the folder: %s", folder.c_str(), std::strerror(errno)));
-    }
+    if (::access(parent.c_str(), F_OK) != 0) fail(parent + " is not there; make it first");
+    if (::access(parent.c_str(), W_OK | X_OK) != 0) fail(std::strerror(errno));
 }
 
 // Makes the folder if it is not there. Error as check_output_folder's.

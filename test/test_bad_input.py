@@ -402,6 +402,10 @@ def test_output_without_permission_to_write(fp32: Trainer, work: Workplace) -> N
     refuse(fp32, work, work.args({"-o": work.out / "run"}), "-o", str(work.out), prefix=prefix)
 
 
+def test_output_folder_whose_parent_is_missing(fp32: Trainer, work: Workplace) -> None:
+    refuse(fp32, work, work.args({"-o": work.out / "a" / "run"}), f"{work.out}/a is not there")
+
+
 # -------------------------------------------------------------------------------- checkpoints
 
 
