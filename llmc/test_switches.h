@@ -7,6 +7,7 @@
 //   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
 //   LLMC_JUNK=1           junk in what a step must not read of the one before
 //   LLMC_HOST             stands for the host's name
+//   LLMC_NO_GPU           this process is one of several and finds no GPU
 #pragma once
 
 #ifdef LLMC_TEST_SWITCHES

@@ -71,13 +71,15 @@ inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) 
 
 }  // namespace detail
 
-// Throws Error when a number or a time limit of the environment is out of range. multi_gpu_config_init
-// does so, too; an error of this one has come before any other rank was asked for.
+// Throws Error when a number or a time limit of the environment is out of range, or when this one of
+// several ranks has no GPU. multi_gpu_config_init does so, too; an error of this one comes before any
+// other rank is looked for.
 inline void multi_gpu_check_start(int num_processes, int process_rank, int gpus_per_node) {
     detail::check_ranks(num_processes, process_rank, gpus_per_node);
 #ifdef MULTI_GPU
     detail::init_limit();
     detail::step_limit();
+    if (num_processes > 1) detail::require_gpus();
 #endif
 }
 

@@ -67,14 +67,21 @@ inline uint64_t host_hash() {
     return hash_elements(name.data(), 1, name.size(), 0) | 1u;
 }
 
+// GPUs of this host. Throws Error without any.
+inline int require_gpus() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+#ifdef LLMC_TEST_SWITCHES
+    if (std::getenv("LLMC_NO_GPU") != nullptr) count = 0;
+#endif
+    if (count == 0) throw Error("no GPU on " + short_host_name());
+    return count;
+}
+
 // Settles which GPU this process uses. Throws Error without a GPU; returns what is wrong when the host
 // has fewer GPUs than ranks, for the other ranks to hear of, too.
 inline std::string choose_device(MultiGpuConfig* config) {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-        throw Error(
-            format("rank %d: no GPU on %s", config->process_rank, short_host_name().c_str()));
-    }
+    const int count = require_gpus();
     // Where a launcher shows each process one GPU, that is the first; whether it is the process's own is
     // seen by its address when the ranks meet.
     if (count == 1) config->local_device_idx = 0;
@@ -416,22 +423,9 @@ inline ncclUniqueId start_by_mpi(MultiGpuConfig* config, [[maybe_unused]] int nu
     return id;
 }
 
-// choose_device where no launcher ends the others when this rank ends.
-inline std::string choose_device_or_decline(MultiGpuConfig* config, const std::string& server_ip,
-                                            const std::string& fs_path,
-                                            const std::string& init_method, int server_port) {
-    try {
-        return choose_device(config);
-    } catch (const Error& error) {
-        multi_gpu_decline(config->num_processes, config->process_rank, server_ip, fs_path,
-                          init_method, server_port, error.what());
-        throw;
-    }
-}
-
 inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
                                  const std::string& server_ip, int server_port) {
-    const std::string problem = choose_device_or_decline(config, server_ip, "", "tcp", server_port);
+    const std::string problem = choose_device(config);
     const ncclUniqueId id = get_nccl_id_via_tcp(config, server_ip, server_port);
     refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);
@@ -440,7 +434,7 @@ inline ncclUniqueId start_by_tcp(MultiGpuConfig* config, int gpus_per_node,
 
 inline ncclUniqueId start_by_fs(MultiGpuConfig* config, int gpus_per_node,
                                 const std::string& fs_path) {
-    const std::string problem = choose_device_or_decline(config, "", fs_path, "fs", 0);
+    const std::string problem = choose_device(config);
     const ncclUniqueId id = get_nccl_id_via_fs(config, fs_path);
     refuse_start(*config, problem);
     config->nodes = nodes_by_rank(config->num_processes, gpus_per_node);

@@ -18,6 +18,7 @@ from many_ranks import (
     assert_all_refused,
     free_port,
     run_ranks,
+    switches_binary,
 )
 
 # Seconds. Those who wait in vain would for 300, a rank that stays to tell others for 10.
@@ -117,6 +118,20 @@ def test_a_wrong_variable_of_one_rank(lab: Lab, bf16: Trainer, name: str) -> Non
                     env=lambda rank: env if rank == 1 else {})
     assert_others_refused(run, 1, f"rank 1: {name}=soon")
     assert_refused(run.ranks[1], f"{name}=soon")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_without_a_gpu(
+    lab: Lab, pytestconfig: pytest.Config, way: str, victim: int
+) -> None:
+    env = {"LLMC_NO_GPU": "1", "LLMC_HOST": "node7"}
+    run = run_ranks(switches_binary(pytestconfig), 3, way, one_has(lab, 2), lab.folder,
+                    env=lambda rank: env if rank == victim else {})
+    assert_all_refused(run, "no GPU on node7")
+    assert run.seconds < AT_ONCE, f"{run}"
+    if way != "mpi":
+        assert_others_refused(run, victim, f"rank {victim}: no GPU on node7")
 
 
 @pytest.mark.parametrize("flags", [
