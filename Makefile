@@ -157,7 +157,7 @@ build_tests_bf16:
 build_tests_switches:
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
 build_tests_nompi:
-	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 train_only
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 TRAINER_OPT=-O1 train_only
 build_tests_asan:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
 train_only: $(CPU_DIR)/train_gpt2cpu

@@ -33,7 +33,8 @@ ifneq ($(SANITIZE),)
 CPU_FLAGS += -g1 -fsanitize=$(if $(filter address,$(SANITIZE)),address$(comma)undefined,$(SANITIZE)) \
     -fno-sanitize-recover=all -Wno-maybe-uninitialized
 endif
-TRAINER_OPT := $(if $(SANITIZE),-O1,-O3)
+# Builds for tests alone are quick to compile.
+TRAINER_OPT := $(if $(SANITIZE)$(filter 1,$(SWITCHES)),-O1,-O3)
 # Instrumented code takes twice as long to compile at -O1 as at -O0, and gains little from it.
 UNIT_OPT := $(if $(filter address,$(SANITIZE)),-O0,-O1)
 
@@ -42,6 +43,9 @@ CPU_ID := $(if $(filter native,$(CPU_ARCH)),$(shell grep -m1 -iE '^(flags|featur
 
 TRAINER_BUILD = $(CXX) $(CPU_FLAGS) $(TRAINER_OPT) -DLLMC_COMMIT='"$(COMMIT)"'
 UNIT_COMPILE = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) $(call inc,GTEST)
+# What every test includes takes a third of a small test's time to compile: it is precompiled, once
+# for each build. Nothing else is, so that a test still needs all its other headers.
+UNIT_HEADER := $(CPU_DIR)/unit/googletest.h
 UNIT_LINK = $(CXX) $(CPU_FLAGS) $(UNIT_OBJECTS) -o $(CPU_DIR)/unit_tests $(call lib,GTEST) \
     -lgtest_main -lgtest $(CPU_LIBS)
 # The checks of ./grade have the switches in every build, so that they can name other hosts.
@@ -62,14 +66,18 @@ $(CPU_DIR)/train_gpt2cpu: train_gpt2.cu $(CPU_DIR)/trainer.flags
 	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
 	$(TRAINER_BUILD) $(DEPFLAGS) -x c++ $< -o $@ $(CPU_LIBS)
 
-$(CPU_DIR)/unit/%.o: test/unit/%.cpp $(CPU_DIR)/unit.flags
-	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+$(UNIT_HEADER).gch: $(CPU_DIR)/unit.flags
 	$(call need,GoogleTest,GTEST,GTEST_PATH)
 	@mkdir -p $(@D)
-	$(UNIT_COMPILE) $(DEPFLAGS) -c $< -o $@
+	@echo '#include <gtest/gtest.h>' >$(UNIT_HEADER)
+	$(UNIT_COMPILE) $(DEPFLAGS) -x c++-header $(UNIT_HEADER) -o $@
+
+$(CPU_DIR)/unit/test_%.o: test/unit/test_%.cpp $(UNIT_HEADER).gch $(CPU_DIR)/unit.flags
+	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
+	$(UNIT_COMPILE) -include $(UNIT_HEADER) $(DEPFLAGS) -c $< -o $@
 
 # The one test that runs so long that -O1 pays in every build; private, so that the stamp, which this
-# file needs too, keeps the flags of the others.
+# file needs too, keeps the flags of the others. (The precompiled header is not used then.)
 $(CPU_DIR)/unit/test_matmul.o: private UNIT_OPT := -O1
 
 $(CPU_DIR)/unit/train_gpt2.o: train_gpt2.cu $(CPU_DIR)/unit.flags
@@ -84,4 +92,4 @@ $(CPU_DIR)/grade_checks: test/grade/checks.cu $(CPU_DIR)/grade.flags
 	$(call need,OpenBLAS,OPENBLAS,OPENBLAS_PATH)
 	$(GRADE_BUILD) $(DEPFLAGS) -x c++ $< -o $@ $(CPU_LIBS)
 
--include $(CPU_DIR)/grade_checks.d $(CPU_DIR)/train_gpt2cpu.d $(UNIT_OBJECTS:=.d)
+-include $(CPU_DIR)/grade_checks.d $(CPU_DIR)/train_gpt2cpu.d $(UNIT_OBJECTS:=.d) $(UNIT_HEADER).gch.d
