@@ -208,10 +208,11 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
         }
         // NCCL takes up to a tenth of a millisecond to queue a group, and the host waits for that some
         // ten times in a step: a sleep would cost as much again. The end of a step is noticed soon.
-        // (Where the device is the host, who spins only takes its time.)
+        // (Where the device is the host, who polls takes its time: sleeps grow with the wait, to 2 ms.)
         const double waited = seconds_since(start);
         if (kDeviceIsHost) {
-            std::this_thread::sleep_for(std::chrono::microseconds(200));
+            const double seconds = std::clamp(waited / 4, 200e-6, 2e-3);
+            std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
         } else if (waited < 300e-6) {
             std::this_thread::yield();
         } else {
