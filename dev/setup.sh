@@ -100,7 +100,9 @@ make_venv() {
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         "$python" -m venv --clear .venv || fail "$python -m venv .venv failed"
     fi
-    .venv/bin/python -m pip install -q --disable-pip-version-check -r dev/requirements.txt ||
+    # --no-compile: of all those modules few are ever imported, and Python compiles them then.
+    .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check \
+        -r dev/requirements.txt ||
         fail "pip could not install dev/requirements.txt, its message is above"
     cp dev/requirements.txt .venv/requirements.txt
 }
