@@ -144,6 +144,8 @@ ASAN_RUN = $(call unit_run,FP32,address)
 gpu_run = --unit $(notdir $(call cuda_dir,$(1),$(2)))=$(call cuda_dir,$(1),$(2))/gpu_tests
 GPU_RUNS = $(call gpu_run,FP32) $(call gpu_run,BF16) $(call gpu_run,BF16,FP32)
 RUN_TESTS = .venv/bin/python dev/run_tests.py --skips test/skips.txt --out $(BUILD)/test
+# Many tests start eight processes or wait for a limit of time: more of them at a time gain nothing.
+TEST_JOBS = --jobs $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 # One make for each set of variables, all of them from one pool of jobs, so that none waits for
 # another's last file. Those with the longest files are first.
@@ -168,7 +170,7 @@ bench_forward: $(CPU_DIR)/bench_forward
 ## All that needs no GPU and little time: unit tests, sanitizers, Python tests
 test: setup
 	$(SUB) build_tests
-	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) \
+	@$(RUN_TESTS) $(TEST_JOBS) $(ASAN_RUN) $(call UNIT_RUNS) \
 	    --pytest --build-dir $(BUILD) -m "not slow" $(PYTEST_ARGS) test
 
 ## Unit tests of the CPU build in FP32 and BF16 (GTEST_FILTER=... chooses)
@@ -185,7 +187,7 @@ test_sanitize: setup
 ## As test, with the slow Python tests
 test_full: setup
 	$(SUB) build_tests
-	@$(RUN_TESTS) $(call UNIT_RUNS) $(ASAN_RUN) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
+	@$(RUN_TESTS) $(TEST_JOBS) $(ASAN_RUN) $(call UNIT_RUNS) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
 
 # ---- fuzzing
 FUZZ_DIR := $(BUILD)/fuzz

@@ -3,6 +3,9 @@
 A test that is skipped counts as a failure of the run unless test/skips.txt names it. The last line
 is `N passed, N failed` with `, N skipped` behind it if there were any; the status is 0 only when at
 least one test ran, none failed and each skip is listed.
+
+With --jobs N above 1 the unit test programs run one after the other beside pytest, which has N
+processes; what a unit test program prints appears when it has ended.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +33,11 @@ class Results:
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
+    def add(self, other: Results) -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
 
 def read_skips(path: Path) -> set[str]:
     """The names in a list of accepted skips: one a line, # starts a comment."""
@@ -35,20 +45,27 @@ def read_skips(path: Path) -> set[str]:
     return {" ".join(line.split()) for line in lines if line}
 
 
-def run(label: str, command: list[str], report: Path) -> int | None:
-    """Runs one program; its status, or None when it was stopped by the time limit."""
-    print(f"=== {label}", flush=True)
+def run(label: str, command: list[str], report: Path, beside: bool = False) -> int | None:
+    """Runs one program; its status, or None when it was stopped by the time limit. `beside` others,
+    it prints all at once at its end."""
+    if not beside:
+        print(f"=== {label}", flush=True)
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     start = time.monotonic()
-    try:
-        status = subprocess.run(command, timeout=TIME_LIMIT_S, stdin=subprocess.DEVNULL).returncode
-    except subprocess.TimeoutExpired:
-        status = None
-    except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        status = 127
-    print(f"=== {label}: {time.monotonic() - start:.1f} s", flush=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        into = {"stdout": printed, "stderr": subprocess.STDOUT} if beside else {}
+        try:
+            done = subprocess.run(command, timeout=TIME_LIMIT_S, stdin=subprocess.DEVNULL, **into)
+            status = done.returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        except OSError as error:
+            print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+            status = 127
+        printed.seek(0)
+        before = f"\n=== {label}\n{printed.read()}" if beside else ""
+    print(f"{before}=== {label}: {time.monotonic() - start:.1f} s", flush=True)
     return status
 
 
@@ -62,9 +79,9 @@ def add_case(results: Results, name: str, case: ElementTree.Element) -> None:
         results.passed += 1
 
 
-def check_end(results: Results, label: str, status: int | None, failed_before: int) -> None:
+def check_end(results: Results, label: str, status: int | None) -> None:
     """A program that ended badly without naming a failed test is one failure of its own."""
-    if status != 0 and len(results.failed) == failed_before:
+    if status != 0 and not results.failed:
         how = "ran into the time limit" if status is None else f"ended with status {status}"
         results.failed.append(f"{label} {how}")
 
@@ -77,14 +94,25 @@ def read_report(report: Path) -> list[ElementTree.Element]:
         return []
 
 
-def run_unit(results: Results, label: str, program: str, out: Path) -> None:
+def run_unit(label: str, program: str, out: Path, beside: bool) -> Results:
     """Runs a GoogleTest program; names are `label Suite.Name`."""
+    results = Results()
     report = out / f"{label}.xml"
-    status = run(label, [program, "--gtest_brief=1", f"--gtest_output=xml:{report}"], report)
-    failed_before = len(results.failed)
+    command = [program, "--gtest_brief=1", f"--gtest_output=xml:{report}"]
+    status = run(label, command, report, beside)
     for case in read_report(report):
         add_case(results, f"{label} {case.get('classname')}.{case.get('name')}", case)
-    check_end(results, label, status, failed_before)
+    check_end(results, label, status)
+    return results
+
+
+def run_units(units: list[str], out: Path, beside: bool) -> Results:
+    """Runs programs, each given as LABEL=PROGRAM, one after the other."""
+    results = Results()
+    for unit in units:
+        label, _, program = unit.partition("=")
+        results.add(run_unit(label, program, out, beside))
+    return results
 
 
 def pytest_name(case: ElementTree.Element) -> str:
@@ -98,18 +126,22 @@ def pytest_name(case: ElementTree.Element) -> str:
     return "::".join([file, *filter(None, classes.removeprefix(module).split(".")), name])
 
 
-def run_pytest(results: Results, arguments: list[str], out: Path) -> None:
-    """Runs pytest with a time limit for each test."""
+def run_pytest(arguments: list[str], out: Path, jobs: int) -> Results:
+    """Runs pytest with a time limit for each test. The tests of a file share what they have made,
+    so that one process runs all of them."""
+    results = Results()
     report = out / "pytest.xml"
     command = [sys.executable, "-m", "pytest", "-q", f"--timeout={PYTEST_TIME_LIMIT_S}"]
+    if jobs > 1:
+        command += ["-n", str(jobs), "--dist", "loadfile"]
     command += ["-o", "junit_family=xunit1", f"--junitxml={report}", *arguments]
     status = run("pytest", command, report)
-    failed_before = len(results.failed)
     cases = read_report(report)
     for case in cases:
         add_case(results, pytest_name(case), case)
     if not (status == PYTEST_NO_TESTS and cases):  # all of them skipped
-        check_end(results, "pytest", status, failed_before)
+        check_end(results, "pytest", status)
+    return results
 
 
 def is_listed(name: str, accepted: set[str]) -> bool:
@@ -120,18 +152,21 @@ def is_listed(name: str, accepted: set[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--unit", action="append", default=[], metavar="LABEL=PROGRAM")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of pytest")
     parser.add_argument("--skips", type=Path, required=True, help="list of accepted skips")
     parser.add_argument("--out", type=Path, required=True, help="folder for the XML reports")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, help="arguments for pytest")
     options = parser.parse_args()
     accepted = read_skips(options.skips)
 
-    results = Results()
-    for unit in options.unit:
-        label, _, program = unit.partition("=")
-        run_unit(results, label, program, options.out)
-    if options.pytest is not None:
-        run_pytest(results, options.pytest, options.out)
+    beside = options.jobs > 1 and options.pytest is not None
+    with ThreadPoolExecutor(1) as other:
+        units = other.submit(run_units, options.unit, options.out, beside)
+        results = Results() if beside else units.result()
+        if options.pytest is not None:
+            results.add(run_pytest(options.pytest, options.out, options.jobs))
+        if beside:
+            results.add(units.result())
 
     unlisted = [name for name in results.skipped if not is_listed(name, accepted)]
     for name in results.failed:

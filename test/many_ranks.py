@@ -54,9 +54,11 @@ def switches_binary(config: pytest.Config) -> Trainer:
     return find_binary(config, "cpu-bf16-switches", make)
 
 
-# Below the ports that the kernel gives to outgoing connections.
-_ports = itertools.cycle(range(20000, 30000))
-for _ in range(random.randrange(10000)):
+# Below the ports that the kernel gives to outgoing connections. When pytest has several processes,
+# gw0, gw1, ..., each has ports of its own.
+_process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = itertools.cycle(range(20000 + _process % 16, 30000, 16))
+for _ in range(random.randrange(625)):
     next(_ports)
 
 

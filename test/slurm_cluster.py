@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Callable, Mapping
 
 from helpers import REPO_ROOT
+from many_ranks import free_port
 
 PROGRAMS = (
     *("slurmctld", "slurmd", "munged"),
@@ -36,18 +37,6 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "only root can start a Slurm with GPUs (mknod, and jobs of any user)"
     return ""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listened on a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 class SlurmCluster:
@@ -79,7 +68,7 @@ class SlurmCluster:
 
     def _write_configuration(self, gpus: int, cpus: int) -> None:
         base, host = self.base, socket.gethostname().split(".")[0]
-        controller_port, *ports = free_ports(1 + len(self.nodes))
+        controller_port, *ports = (free_port() for _ in range(1 + len(self.nodes)))
         settings = {
             "ClusterName": "test",
             "SlurmctldHost": f"{host}(127.0.0.1)",

@@ -243,3 +243,28 @@ def test_a_unit_test_program_that_crashes_is_a_failure(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "FAILED x ended with status -11" in result.stdout
     assert result.stdout.splitlines()[-1] == "0 passed, 1 failed"
+
+
+def test_unit_tests_beside_pytest_are_counted_with_it(tmp_path: Path) -> None:
+    """Each waits for the other, so that one after the other they would not end."""
+    (tmp_path / "skips.txt").touch()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    wait = "import pathlib, time\nwhile not pathlib.Path({}).exists(): time.sleep(0.01)\n"
+    program = tmp_path / "unit_tests"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('of the unit tests')\n"
+        "open('unit', 'w').close()\n" + wait.format("'python'") +
+        "file = sys.argv[2].split(':', 1)[1]\n"
+        "open(file, 'w').write('<a><testcase classname=\"A\" name=\"B\"/></a>')\n"
+        "sys.exit('fails at its end')\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "test_x.py").write_text(wait.format("'unit'") + PASSES)
+    (tmp_path / "test_y.py").write_text(
+        "def test_ends_the_wait():\n    open('python', 'w').close()\n    assert 0\n")
+    result = run_tests(tmp_path, "--jobs", "2", "--unit", f"x={program}", "--pytest", ".")
+    assert "=== x\nof the unit tests\nfails at its end\n=== x: " in result.stdout, result.stdout
+    assert "FAILED test_y.py::test_ends_the_wait" in result.stdout
+    assert "FAILED x ended with status 1" in result.stdout
+    assert result.stdout.splitlines()[-1] == "2 passed, 2 failed", result.stdout
+    assert result.returncode == 1
