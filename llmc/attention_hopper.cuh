@@ -71,11 +71,11 @@ template <int kGroups_, int kParts>
 struct SharedMemory {
     static constexpr int kGroups = kGroups_;
 
-    // Of two items in turn: what each warpgroup owns, and then its results.
+    // Of two items in turn, each in its slot: what each warpgroup owns, and then its results.
     bf16 owned[2][kParts][kGroups][kTileElements];
     bf16 streamed[kStages][2][kTileElements];
-    float row_values[kStages][2][kTile];  // of streamed queries: log2_lse, weighted
-    float owned_lse[2][kGroups][kTile];   // of owned queries
+    float row_values[kStages][2][kTile];  // of streamed queries (for keys): log2_lse, weighted
+    float owned_lse[2][kGroups][kTile];   // of owned queries (for queries)
     int items[2];                         // negative: there are no more
     // What warpgroups own is there; they have left their results in its place. A stage's tiles are
     // there; it may be filled again.
@@ -86,6 +86,8 @@ using KeyMemory = SharedMemory<2, 2>;    // k, v
 using QueryMemory = SharedMemory<3, 3>;  // q, dout, out
 template <class Shared>
 constexpr size_t kSharedBytes = sizeof(Shared) + 1024;  // begins at a multiple of 1024
+static_assert(kSharedBytes<KeyMemory> <= 227 * 1024 && kSharedBytes<QueryMemory> <= 227 * 1024,
+              "more shared memory than a block can have");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -131,26 +133,28 @@ struct Turn {
     }
 };
 
-// An item of work: a row of tiles, one for each warpgroup, of one head.
+// An item of work: some tiles of one head that follow one another, one for each warpgroup.
 template <int kGroups>
 struct Item {
-    int batch, head;  // of the batch
-    int number;       // among the items of its head
+    int batch;  // the sequence, 0 to B - 1
+    int head;   // of the sequence, 0 to NH - 1
+    int row;    // its first tile is row * kGroups
 
-    // `latest_first`: those with the largest number come first.
-    __device__ Item(int item, const Shape& shape, bool latest_first) {
+    // The item with a number. Items are numbered head by head of kHeadsTogether, and among those by
+    // `row`, falling (`latest_first`) or rising: such that work gets less.
+    __device__ Item(int number, const Shape& shape, bool latest_first) {
         const int of_head = shape.items_of_head(kGroups);
         const int together = kHeadsTogether * of_head;
-        const int first_head = item / together * kHeadsTogether;
+        const int first_head = number / together * kHeadsTogether;
         const int heads = min(shape.heads() - first_head, kHeadsTogether);
-        const int place = item % together;
-        const int number_of_head = first_head + place % heads;
-        batch = number_of_head / shape.NH;
-        head = number_of_head % shape.NH;
-        number = latest_first ? of_head - 1 - place / heads : place / heads;
+        const int among = number % together;
+        const int head_of_all = first_head + among % heads;
+        batch = head_of_all / shape.NH;
+        head = head_of_all % shape.NH;
+        row = latest_first ? of_head - 1 - among / heads : among / heads;
     }
     // The tile that a warpgroup owns; there may be none of that number.
-    __device__ int owned_tile(int group) const { return number * kGroups + group; }
+    __device__ int owned_tile(int group) const { return row * kGroups + group; }
     // A tile's first row in (B*T,C), and in (B,NH,T).
     __device__ int row_of(int tile, const Shape& shape) const {
         return batch * shape.T + tile * kTile;
@@ -231,8 +235,12 @@ __device__ inline void store_tile(bf16* tile, const float (&sums)[32], float fac
     }
 }
 
-// Warpgroups take turns at their exponentials, tile by tile: while one is at them, the tensor cores work for
-// the other. Named barriers 1 to kGroups, each for one that waits and the one before it, which does not.
+// Warpgroups take turns at their exponentials: while one is at them, the tensor cores work for the
+// other. Who has the baton passes it to the next, and the last to the first. So that it comes
+// round, each warpgroup waits for it and passes it once for every tile that streams past, also for
+// one that it skips; the last warpgroup passes it once before the first tile, and the first one
+// waits once more at the end. Named barrier 1 + kGroup is where warpgroup kGroup waits and the one
+// before it arrives; 0 is that of __syncthreads.
 template <int kGroup, int kGroups>
 __device__ inline void wait_for_baton() {
     asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(2 * kGroupThreads) : "memory");
@@ -454,9 +462,9 @@ __device__ inline void by_group(Run&& run) {
     }
 }
 
-// What a block's copying thread does. Blocks take items, the longest first, until there are none:
-// the first by the block's number, another when all copies for the one before have begun. Which
-// block takes an item is a matter of time, and changes no bits.
+// What a block's copying thread does. Blocks take items by number until there are none: the first is
+// the block's number, and the next is taken as soon as this one's copies begin, since the counter
+// answers late. Which block takes an item is a matter of time, and changes no bits.
 // owned(item, slot, group, tile) starts the copies of what a warpgroup owns, of owned_bytes
 // together; streamed(item, stage, tile) those of tile range(item).x ... range(item).y - 1 that
 // stream past, of streamed_bytes together; results(item, slot, group, tile) those of what a
@@ -513,8 +521,8 @@ struct Registers {
     int working, copying;
 };
 constexpr Registers kKeyRegisters{232, 40}, kQueryRegisters{160, 32};
-// A block gets all registers of its multiprocessor, and more than those no warpgroup can be given: it would
-// wait for ever.
+// A block gets all registers of its multiprocessor, and more than those no warpgroup can be given: it
+// would wait for ever.
 template <int kGroups>
 constexpr bool enough_registers(Registers registers) {
     constexpr int kAtStart = 65536 / kBlockThreads<kGroups> / 8 * 8;
@@ -523,7 +531,9 @@ constexpr bool enough_registers(Registers registers) {
 static_assert(enough_registers<KeyMemory::kGroups>(kKeyRegisters));
 static_assert(enough_registers<QueryMemory::kGroups>(kQueryRegisters));
 
-// `taken`: how many items blocks have taken, apart from the first of each; 0 before the launch.
+// The kernels are templates so that a program may have them in several objects; Shared is KeyMemory,
+// and QueryMemory. `taken`: how many items blocks have taken, apart from the first of each; 0 before the
+// launch.
 template <class Shared>
 __global__ void __launch_bounds__(kBlockThreads<Shared::kGroups>, 1)
     attention_hopper_keys_kernel(const __grid_constant__ CUtensorMap dqkv,

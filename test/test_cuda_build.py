@@ -181,6 +181,21 @@ def test_kernels_for_hopper_compile_for_gpus_before_and_after_it(tmp_path: Path,
     assert result.returncode == 0 and not result.stderr, result.stderr
 
 
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_ptxas_lets_products_of_hopper_run_beside_the_rest(tmp_path: Path) -> None:
+    """C7510 to C7519 say that it puts them one after the other; nothing fails but the speed."""
+    source = tmp_path / "hopper.cu"
+    source.write_text('#include "llmc/attention_hopper.cuh"\n'
+                      "auto* use = &llmc::attention_hopper::backward<llmc::bf16>;\n")
+    command = [NVCC, "-std=c++17", f"-I{REPO_ROOT}", "-DLLMC_BF16", "-arch=sm_90a", "-cubin",
+               "-Xptxas", "-v", "-o", str(tmp_path / "hopper.cubin"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("bytes spill stores") == 2, result.stderr
+    assert result.stderr.count(" 0 bytes spill stores") == 2, result.stderr
+    assert "(C75" not in result.stderr, result.stderr
+
+
 def test_a_tree_without_history_can_be_told_its_commit(toolkit: list[str]) -> None:
     assert '"0123456789ab"' in compile_line([*toolkit, "COMMIT=0123456789ab"])
 
