@@ -5,10 +5,13 @@ These tests build nothing: they read what make prints, or would do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -207,6 +210,7 @@ PASSES = "def test_passes(): pass\n"
 SKIPS = "@pytest.mark.parametrize('n', [7])\ndef test_skips(n): pytest.skip('why')\n"
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize(
     "source, skips, status, summary",
     [
@@ -217,21 +221,40 @@ SKIPS = "@pytest.mark.parametrize('n', [7])\ndef test_skips(n): pytest.skip('why
         (PASSES + SKIPS, "test_x.py::test_skips\n", 1, "1 passed, 0 failed, 1 skipped"),
         ("pytest.skip('all', allow_module_level=True)\n", "", 1, "0 passed, 0 failed, 1 skipped"),
         ("import no_such_module\n" + PASSES, "", 1, "0 passed, 1 failed"),
-        ("import os\ndef test_dies(): os._exit(3)\n", "", 1, "0 passed, 1 failed"),
         ("", "", 1, "0 passed, 1 failed"),
     ],
     ids=["passes", "fails", "skips", "listed skip", "listed without parameters", "module skips",
-         "does not import", "dies", "no test"],
+         "does not import", "no test"],
 )
 def test_the_summary_counts_and_the_status_follows(
-    source: str, skips: str, status: int, summary: str, tmp_path: Path
+    source: str, skips: str, status: int, summary: str, jobs: int, tmp_path: Path
 ) -> None:
     (tmp_path / "skips.txt").write_text(skips)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_x.py").write_text("import pytest\n" + source)
-    result = run_tests(tmp_path, "--pytest", "test_x.py")
+    result = run_tests(tmp_path, "--jobs", str(jobs), "--pytest", "test_x.py")
     assert result.stdout.splitlines()[-1] == summary, result.stdout
     assert result.returncode == status, result.stdout
+
+
+@pytest.mark.parametrize(
+    "jobs, failed, summary",
+    [
+        (1, "pytest ended with status 3", "0 passed, 1 failed"),
+        (2, "test_x.py::test_dies", "2 passed, 1 failed"),
+    ],
+)
+def test_a_test_that_ends_its_process_is_one_failure(
+    jobs: int, failed: str, summary: str, tmp_path: Path
+) -> None:
+    (tmp_path / "skips.txt").touch()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_x.py").write_text(f"import os\n{PASSES}def test_dies(): os._exit(3)\n")
+    (tmp_path / "test_y.py").write_text(PASSES)
+    result = run_tests(tmp_path, "--jobs", str(jobs), "--pytest", ".")
+    assert f"FAILED {failed}\n" in result.stdout, result.stdout
+    assert result.stdout.splitlines()[-1] == summary, result.stdout
+    assert result.returncode == 1
 
 
 def test_a_unit_test_program_that_crashes_is_a_failure(tmp_path: Path) -> None:
@@ -263,8 +286,91 @@ def test_unit_tests_beside_pytest_are_counted_with_it(tmp_path: Path) -> None:
     (tmp_path / "test_y.py").write_text(
         "def test_ends_the_wait():\n    open('python', 'w').close()\n    assert 0\n")
     result = run_tests(tmp_path, "--jobs", "2", "--unit", f"x={program}", "--pytest", ".")
+    assert "=== x, output in out/x.log\n" in result.stdout, result.stdout
     assert "=== x\nof the unit tests\nfails at its end\n=== x: " in result.stdout, result.stdout
     assert "FAILED test_y.py::test_ends_the_wait" in result.stdout
     assert "FAILED x ended with status 1" in result.stdout
     assert result.stdout.splitlines()[-1] == "2 passed, 2 failed", result.stdout
     assert result.returncode == 1
+
+
+# As GoogleTest prints it: one test passes, the next one starts a program and hangs.
+HANGS = """import subprocess, sys, time
+print('[----------] 2 tests from A')
+print('[ RUN      ] A.Passes')
+print('[       OK ] A.Passes (0 ms)')
+print('[ RUN      ] A.Hangs', flush=True)
+"""
+# In a session of its own, as the tests start theirs, and deaf to what is not SIGKILL.
+STARTS = """import signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen(['sleep', '1000'], start_new_session=True)
+with open({0!r} + '.part', 'w') as file:
+    print(child.pid, file=file)
+__import__('os').rename({0!r} + '.part', {0!r})
+time.sleep(1000)
+"""
+
+
+def processes_in(folder: Path) -> list[int]:
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended
+            if link.readlink() == folder:
+                found.append(int(link.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_stopped_run_leaves_no_process_behind_and_names_the_test(
+    number: int, tmp_path: Path
+) -> None:
+    (tmp_path / "skips.txt").touch()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    program = tmp_path / "unit_tests"
+    program.write_text(f"#!{sys.executable}\n{HANGS}{STARTS.format('unit')}")
+    program.chmod(0o755)
+    body = "".join(f"    {line}\n" for line in STARTS.format("python").splitlines())
+    (tmp_path / "test_x.py").write_text(f"import subprocess, time\ndef test_hangs():\n{body}")
+    run = subprocess.Popen(
+        [sys.executable, str(RUN_TESTS), "--skips", "skips.txt", "--out", "out", "--jobs", "2",
+         "--unit", f"x={program}", "--unit", f"never={program}", "--pytest", "test_x.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )
+    try:
+        started = [tmp_path / "unit", tmp_path / "python"]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() for file in started) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = {int(file.read_text()) for file in started}
+        assert children < set(processes_in(tmp_path))
+        assert "A.Passes (0 ms)" in (tmp_path / "out" / "x.log").read_text()
+        if number == signal.SIGINT:  # as a terminal does
+            os.killpg(run.pid, number)
+        else:
+            run.send_signal(number)
+        printed, _ = run.communicate(timeout=60)
+        assert not processes_in(tmp_path), printed
+    finally:
+        for process in processes_in(tmp_path):
+            os.kill(process, signal.SIGKILL)
+    assert run.returncode == 128 + number, printed
+    assert f"error: stopped by {signal.Signals(number).name}" in printed
+    assert "\n=== x\n[ RUN      ] A.Hangs\n=== x: " in printed
+    assert "=== never" not in printed
+
+
+def test_a_debugger_has_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "skips.txt").touch()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_x.py").write_text(
+        "def test_value():\n    value = 6 * 7\n    assert not value\n")
+    result = subprocess.run(
+        [sys.executable, str(RUN_TESTS), "--skips", "skips.txt", "--out", "out", "--jobs", "2",
+         "--pytest", "--pdb", "test_x.py"],
+        cwd=tmp_path, input="p 'value', value\nq\n", capture_output=True, text=True, timeout=120,
+    )
+    assert "('value', 42)" in result.stdout, result.stdout
+    assert "FAILED test_x.py::test_value\n" in result.stdout
