@@ -38,8 +38,10 @@ TRAINER_OPT := $(if $(SANITIZE)$(filter 1,$(SWITCHES)),-O1,-O3)
 # Instrumented code takes twice as long to compile at -O1 as at -O0, and gains little from it.
 UNIT_OPT := $(if $(filter address,$(SANITIZE)),-O0,-O1)
 
-# -march=native means another code on another processor: its feature flags are part of the stamp.
-CPU_ID := $(if $(filter native,$(CPU_ARCH)),$(shell grep -m1 -iE '^(flags|features)' /proc/cpuinfo | cksum))
+# Part of each stamp: what else decides about the code. -march=native means another code on another
+# processor, by its feature flags; another compiler under the same name (an upgrade) cannot use what this
+# one has precompiled.
+CPU_ID := $(shell $(CXX) --version 2>/dev/null | head -n 1) $(if $(filter native,$(CPU_ARCH)),$(shell grep -m1 -iE '^(flags|features)' /proc/cpuinfo | cksum))
 
 TRAINER_BUILD = $(CXX) $(CPU_FLAGS) $(TRAINER_OPT) -DLLMC_COMMIT='"$(COMMIT)"'
 UNIT_COMPILE = $(CXX) $(CPU_FLAGS) $(UNIT_OPT) $(call inc,GTEST)

@@ -129,6 +129,19 @@ def test_each_choice_of_variables_has_its_own_folder() -> None:
     assert len(set(folders)) == len(choices)
 
 
+def test_another_version_of_the_compiler_builds_anew(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    for version in ("12.9.8", "12.9.9"):
+        compiler.write_text('#!/bin/sh\ncase $1 in --version) echo "g++ (Debian '
+                            f'{version}-1) {version}";; *) exec g++ "$@";; esac\n')
+        compiler.chmod(0o755)
+        for name in ("trainer", "unit", "grade"):
+            stamp = f"build/cpu-fp32/{name}.flags"
+            output = make("-n", "-B", "REPORT=0", f"CXX={compiler}", stamp).stdout
+            # What is compared with the file, and what is written to it.
+            assert output.count(f"g++ (Debian {version}-1) {version}") == 2, output
+
+
 def run_setup(commands: Path, *arguments: str) -> subprocess.CompletedProcess:
     """dev/setup.sh with the programs in `commands` in place of the system's."""
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
