@@ -156,10 +156,12 @@ build_tests_fp32:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= train_and_unit bench_forward
 build_tests_bf16:
 	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= train_and_unit grade_checks
+# Trainers for tests alone are quick to compile, except in test_full.
+TEST_OPT := -O1
 build_tests_switches:
-	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 train_only
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SANITIZE= SWITCHES=1 TRAINER_OPT=$(TEST_OPT) train_only
 build_tests_nompi:
-	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 TRAINER_OPT=-O1 train_only
+	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE= NO_USE_MPI=1 TRAINER_OPT=$(TEST_OPT) train_only
 build_tests_asan:
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
 train_only: $(CPU_DIR)/train_gpt2cpu
@@ -184,9 +186,9 @@ test_sanitize: setup
 	$(SUB) PRECISION=FP32 GRAD_PRECISION= SANITIZE=address unit_tests
 	@$(RUN_TESTS) $(ASAN_RUN)
 
-## As test, with the slow Python tests
+## As test, with the slow Python tests, and all trainers at -O3
 test_full: setup
-	$(SUB) build_tests
+	$(SUB) TEST_OPT=-O3 build_tests
 	@$(RUN_TESTS) $(TEST_JOBS) $(ASAN_RUN) $(call UNIT_RUNS) --pytest --build-dir $(BUILD) $(PYTEST_ARGS) test
 
 # ---- fuzzing

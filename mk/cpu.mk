@@ -33,8 +33,7 @@ ifneq ($(SANITIZE),)
 CPU_FLAGS += -g1 -fsanitize=$(if $(filter address,$(SANITIZE)),address$(comma)undefined,$(SANITIZE)) \
     -fno-sanitize-recover=all -Wno-maybe-uninitialized
 endif
-# Builds for tests alone are quick to compile.
-TRAINER_OPT := $(if $(SANITIZE)$(filter 1,$(SWITCHES)),-O1,-O3)
+TRAINER_OPT := $(if $(SANITIZE),-O1,-O3)
 # Instrumented code takes twice as long to compile at -O1 as at -O0, and gains little from it.
 UNIT_OPT := $(if $(filter address,$(SANITIZE)),-O0,-O1)
 

@@ -204,6 +204,15 @@ def test_make_test_builds_every_set_of_variables() -> None:
         assert ("-include build/cpu-fp32-asan/unit/googletest.h " in line) == (level == "-O0")
 
 
+@pytest.mark.parametrize("target, level", [("test", "-O1"), ("test_full", "-O3")])
+def test_the_full_tests_build_all_trainers_as_they_ship(target: str, level: str) -> None:
+    output = make("-n", "-B", "REPORT=0", target).stdout
+    for folder in ("cpu-fp32", "cpu-bf16", "cpu-bf16-switches", "nompi/cpu-fp32"):
+        (line,) = re.findall(rf"^.* -o build/{folder}/train_gpt2cpu .*$", output, re.MULTILINE)
+        for_tests_alone = "switches" in folder or "nompi" in folder
+        assert (level if for_tests_alone else "-O3") in line.split(), line
+
+
 def test_bench_without_a_gpu_builds_nothing() -> None:
     output = make("-n", "bench", "GPU=", "REPORT=0").stdout
     assert "dev/bench/bench.py" in output and "train_gpt2.cu" not in output
