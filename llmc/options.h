@@ -618,6 +618,13 @@ inline std::optional<Options> read_meeting_flags(const std::vector<std::string>&
     return options;
 }
 
+// For a process whose flags are wrong: does it find the others by MPI?
+inline bool are_found_by_mpi(const std::vector<std::string>& arguments) {
+    const auto way = std::find(arguments.begin(), arguments.end(), "-pi");
+    return way == arguments.end() || way + 1 == arguments.end() ||
+           (way[1] != "tcp" && way[1] != "fs");
+}
+
 namespace detail {
 
 // `text` broken at spaces into lines of at most `width`, the later ones indented.

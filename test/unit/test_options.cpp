@@ -347,6 +347,23 @@ TEST(UnknownFlag, WasToldOfAFlagThatIsNotNear) {
 
 // ---- the flags by which processes meet
 
+TEST(MeetingFlags, AreTheseSeven) {
+    std::string found;
+    for (const llmc::Flag& flag : llmc::flag_table()) {
+        if (llmc::detail::is_meeting_flag(flag)) found += std::string(flag.letters) + " ";
+    }
+    EXPECT_EQ(found, "-pi -pn -pr -pg -ps -pp -pf ");
+}
+
+TEST(MeetingFlags, SayWhetherTheOthersAreFoundByMpi) {
+    using llmc::are_found_by_mpi;
+    EXPECT_TRUE(are_found_by_mpi({}));
+    EXPECT_TRUE(are_found_by_mpi({"-b", "0", "-pi", "mpi"}));
+    EXPECT_TRUE(are_found_by_mpi({"-b", "0", "-pi"}));
+    EXPECT_FALSE(are_found_by_mpi({"-pi", "tcp", "-pn"}));
+    EXPECT_FALSE(are_found_by_mpi({"-b", "-pi", "fs"}));
+}
+
 std::string meeting(const std::vector<std::string>& arguments) {
     const std::optional<Options> options = llmc::read_meeting_flags(arguments);
     if (!options) return "";
