@@ -707,10 +707,6 @@ int set_up_and_train(Run& run) {
     return train(run);
 }
 
-bool started_by_mpirun() {
-    return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
-}
-
 // An error that all ranks know of is printed by rank 0 alone. One that this rank alone has seen may find
 // the others waiting for it: they are told, and the process ends without waiting for them.
 int run_among_ranks(Run& run) {
@@ -748,8 +744,16 @@ int run_among_ranks(Run& run) {
     throw Error(error.compare(0, begin.size(), begin) == 0 ? error : begin + error);
 }
 
-// Reads the flags; returns the exit status where the program ends with that. Where no mpirun ends the
-// other ranks of a run over wrong flags of this one, it tells them, once it has told the user.
+// Prints an error of this rank alone that came before it looked for the others. Where no mpirun ends
+// those, they are told, after the user. Returns the exit status.
+int fail_before_meeting(const Run& run, const std::string& error) {
+    if (started_by_mpirun()) fail_unmet(error);
+    std::fprintf(stderr, "%s: %s\n", kProgramName, error.c_str());
+    tell_other_ranks(run, ": " + error);
+    return 1;
+}
+
+// Reads the flags; returns the exit status where the program ends with that.
 std::optional<int> read_flags(Run& run, int argc, char** argv) {
     try {
         run.options = parse_options(argc, argv);
@@ -760,10 +764,7 @@ std::optional<int> read_flags(Run& run, int argc, char** argv) {
         check_meeting(run);
         return std::nullopt;
     } catch (const std::exception& error) {
-        if (started_by_mpirun()) throw;
-        std::fprintf(stderr, "%s: %s\n", kProgramName, error.what());
-        tell_other_ranks(run, std::string(": ") + error.what());
-        return 1;
+        return fail_before_meeting(run, error.what());
     }
 }
 
@@ -773,6 +774,8 @@ int run_program(int argc, char** argv) {
     try {
         const std::optional<int> status = read_flags(run, argc, argv);
         return status ? *status : run_among_ranks(run);
+    } catch (const UnmetError& error) {
+        return fail_before_meeting(run, error.what());
     } catch (const std::exception& error) {
         fail_unmet(error.what());
     }

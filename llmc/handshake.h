@@ -14,7 +14,7 @@
 //       48      8  hash of the host's name
 //       56      8  step
 //       64      8  collective, counted
-//       72      8  age in milliseconds
+//       72      8  age in milliseconds: of a heartbeat, or of the process that says hello or declines
 //       80      4  bytes of text
 //       84    428  text (a device, a name, a message) or the id; zeros behind it
 //
@@ -69,7 +69,8 @@ enum class MessageType : uint32_t {
     kStart = 5,    // from rank 0, behind the table: all are here; holds the id
     kHeartbeat =
         6,         // to rank 0: step, collective, name; from rank 0: the same of rank, with its age
-    kFailure = 7,  // a rank has died, ends with an error, or does not start; the text says so
+    kFailure = 7,  // a rank has died, ends with an error, or (in place of a hello) does not start;
+                   // the text says so
     kBye = 8,      // this rank has ended in order
     kReceived = 9,  // answers kFailure and kBye: the sender may close the connection
 };

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <list>
@@ -30,11 +31,49 @@
 
 namespace llmc {
 
-// How long those who know that there will be no run wait for ranks that have yet to hear of it: the
-// ranks of a job start within that time.
-constexpr double kDeclineSeconds = 10;
+// How long a process that knows that there will be no run waits for ranks that have yet to hear of it.
+// `briefly`: no launcher says that there are others, and a person may be waiting for the prompt.
+inline double decline_seconds(bool briefly = false) {
+    double seconds = 10;
+#ifdef LLMC_TEST_SWITCHES
+    if (const char* value = std::getenv("LLMC_DECLINE_S")) seconds = std::atof(value);
+#endif
+    return briefly ? std::min(seconds, 2.0) : seconds;
+}
+
+// The processes of one start begin within this time. A rank's word that it declines is not for a
+// process that began later: that one belongs to the next start.
+constexpr double kOneStartSeconds = 5;
 
 namespace detail {
+
+inline const net::Deadline kProgramBegan = net::Clock::now();
+
+}  // namespace detail
+
+// Tests set these; the program leaves them as they are.
+struct StartTiming {
+    net::Deadline began = detail::kProgramBegan;  // this process
+    double decline_s = decline_seconds();
+};
+
+namespace detail {
+
+inline uint64_t milliseconds_since(net::Deadline time) {
+    const auto age =
+        std::chrono::duration_cast<std::chrono::milliseconds>(net::Clock::now() - time);
+    return static_cast<uint64_t>(std::max<int64_t>(0, age.count()));
+}
+
+// When the sender of a hello or of a word that declines began, by this process's clock.
+inline net::Deadline sender_began(const handshake::Message& message) {
+    constexpr uint64_t kMost = 4'000'000'000;  // 46 days, far from overflow
+    return net::Clock::now() - std::chrono::milliseconds(std::min(message.age_ms, kMost));
+}
+
+inline bool is_of_later_start(net::Deadline one, net::Deadline other) {
+    return std::chrono::duration<double>(one - other).count() > kOneStartSeconds;
+}
 
 // "within 300 s (LLMC_INIT_TIMEOUT_S)"
 inline std::string within_limit(double limit_s) {
@@ -51,6 +90,27 @@ inline uint64_t random_token() {
     return token;
 }
 
+// Listens for ranks. Where a rank 0 of an earlier start still has the port, to tell ranks why it
+// declined, it is asked to give it up. The arguments are PeerServer's.
+inline net::Socket listen_for_ranks(const std::string& host, int port, const std::string& job_token,
+                                    const std::string& what) {
+    if (port == 0) return net::listen_on(host, port, what);
+    try {
+        return net::listen_on(host, port, what, 0);
+    } catch (const Error&) {  // as a rule the port is in use; the second try says what is wrong
+    }
+    handshake::Message hello;
+    hello.size = 1;
+    hello.job_token = handshake::job_token_of(job_token);
+    handshake::MessageBytes bytes = handshake::encode(hello);
+    const net::Deadline deadline = net::after(1);
+    const net::Socket socket = net::connect_to({host.empty() ? "localhost" : host, port}, deadline);
+    if (socket && net::send_all(socket, bytes.data(), bytes.size(), deadline)) {
+        net::receive_all(socket, bytes.data(), bytes.size(), deadline);  // until it hangs up
+    }
+    return net::listen_on(host, port, what);
+}
+
 }  // namespace detail
 
 // Rank 0's side.
@@ -58,10 +118,11 @@ class PeerServer {
   public:
     // Listens on an address or name of this machine, "" for all its interfaces; port 0 is any free
     // one. Ranks that come early wait in the system's queue. `what` begins the message of an Error
-    // ("-ps node1 -pp 17171").
+    // ("-ps node1 -pp 17171"). A port that is in use gets some seconds to become free.
     PeerServer(const std::string& host, int port, const std::string& job_token,
-               const std::string& what)
-        : listener_(net::listen_on(host, port, what)),
+               const std::string& what, const StartTiming& timing = {})
+        : timing_(timing),
+          listener_(detail::listen_for_ranks(host, port, job_token, what)),
           server_{1, handshake::job_token_of(job_token), detail::random_token()} {
         std::vector<std::string> hosts = {net::local_address(listener_)};
         if (host.empty()) hosts = net::own_addresses();
@@ -79,14 +140,15 @@ class PeerServer {
     // Whoever says nothing, or nothing sensible, is dropped after a few seconds without harm to
     // the others, who are served meanwhile; a process that does not belong here is told why. After
     // `limit_s` seconds, or when two ranks use one GPU, an Error, which those present get, too; when a
-    // rank declines, one that all get who come within kDeclineSeconds. `every_second` is called about
-    // that often. For one call.
+    // rank declines, one that all get who come within decline_seconds(). `every_second` is called
+    // about that often. For one call.
     std::unique_ptr<Peers> wait_for_all(const PeerInfo& self, const unsigned char (&id)[kIdBytes],
                                         double limit_s,
                                         const std::function<void()>& every_second = {});
 
     // For a rank 0 that cannot start: tells each of the other size - 1 ranks `text`, instead of serving
-    // them. Returns when all have heard it, or after `limit_s` seconds. For one call.
+    // them. Returns when all have heard it, when the rank 0 of a later start comes, or after `limit_s`
+    // seconds. Ranks of a later start are not told. For one call.
     void decline_all(int size, const std::string& text, double limit_s,
                      const std::function<void()>& every_second = {});
 
@@ -116,7 +178,10 @@ class PeerServer {
     void accept_newcomers();
     void hear_newcomers();
     void hear(Newcomer* newcomer);
+    std::string judge(const Message& newcomer) const;
     void admit(Newcomer* newcomer, const Message& hello);
+    void hear_decline(Newcomer* newcomer, const Message& word);
+    bool is_for_next_start(const Message& newcomer);
     void dismiss(Newcomer* newcomer, const std::string& who, const std::string& why);
     void hear_arrived();
     void refuse(MessageLink* link);
@@ -126,6 +191,7 @@ class PeerServer {
     [[noreturn]] void give_up(const std::string& text);
     std::unique_ptr<Peers> start(const unsigned char (&id)[kIdBytes]);
 
+    const StartTiming timing_;
     net::Socket listener_;
     handshake::ServerIdentity server_;
     std::vector<net::Endpoint> addresses_;
@@ -134,7 +200,9 @@ class PeerServer {
     std::vector<PeerInfo> table_;       // by rank
     std::vector<bool> has_come_;        // by rank, also of those that have left again
     std::string last_refusal_;
-    std::string why_not_;  // "": as far as is known the run will start
+    std::string why_not_;       // "": as far as is known the run will start
+    bool is_refusing_ = false;  // all are told why_not_
+    bool has_yielded_ = false;  // to the rank 0 of the next start
 };
 
 inline PeerServer::Message PeerServer::message(MessageType type, int rank,
@@ -197,7 +265,8 @@ inline std::unique_ptr<Peers> PeerServer::wait_for_all(const PeerInfo& self,
         hear_newcomers();
         hear_arrived();
         if (why_not_.empty()) continue;
-        refuse_until_all_have_heard(std::min(deadline, net::after(kDeclineSeconds)), every_second);
+        refuse_until_all_have_heard(std::min(deadline, net::after(timing_.decline_s)),
+                                    every_second);
         throw Error(why_not_);
     }
     const std::string shared = handshake::shared_device(table_);
@@ -237,11 +306,12 @@ inline void PeerServer::refuse(MessageLink* link) {
 
 inline void PeerServer::refuse_until_all_have_heard(net::Deadline deadline,
                                                     const std::function<void()>& every_second) {
+    is_refusing_ = true;
     for (MessageLink& link : arrived_) {
         if (link.is_open()) refuse(&link);
     }
     net::Deadline next_second = net::Clock::now();
-    while (!all_have_heard() && net::Clock::now() < deadline) {
+    while (!has_yielded_ && !all_have_heard() && net::Clock::now() < deadline) {
         if (every_second && net::Clock::now() >= next_second) {
             every_second();
             next_second = net::after(1);
@@ -302,31 +372,67 @@ inline void PeerServer::hear(Newcomer* newcomer) {
         dismiss(newcomer, "a process", handshake::version_refusal(version));
     } else if (messages.empty()) {
         if (state != MessageLink::State::kOpen) newcomer->link.close();
-    } else if (messages[0].type != MessageType::kHello) {
+    } else if (is_for_next_start(messages[0])) {
         newcomer->link.close();
-    } else {
+    } else if (messages[0].type == MessageType::kHello) {
         admit(newcomer, messages[0]);
+    } else if (messages[0].type == MessageType::kFailure && !messages[0].text.empty()) {
+        hear_decline(newcomer, messages[0]);
+    } else {
+        newcomer->link.close();
     }
 }
 
-inline void PeerServer::admit(Newcomer* newcomer, const Message& hello) {
-    std::string why = handshake::judge_hello(hello, server_);
-    const size_t rank = static_cast<size_t>(hello.rank);
+// While this start is being ended: does the newcomer belong to the next one? It gets no answer then,
+// and tries again. When it is the rank 0 of that start, which needs the place, this one gives it up.
+inline bool PeerServer::is_for_next_start(const Message& newcomer) {
+    if (!is_refusing_ || !(newcomer.job_token == server_.job_token)) return false;
+    if (newcomer.rank == 0) has_yielded_ = true;
+    return newcomer.rank == 0 ||
+           detail::is_of_later_start(detail::sender_began(newcomer), timing_.began);
+}
+
+// "" when the newcomer is a rank of this run that is not here yet, else what it is told.
+inline std::string PeerServer::judge(const Message& newcomer) const {
+    const std::string why = handshake::judge_hello(newcomer, server_);
+    if (!why.empty()) return why;
+    const MessageLink& place = arrived_[static_cast<size_t>(newcomer.rank)];
     // A rank that was killed and started anew takes its old place.
-    if (why.empty() && arrived_[rank].is_open() && !arrived_[rank].looks_closed()) {
-        why = format("rank %d is here already, from ", hello.rank) +
-              net::remote_address(arrived_[rank].socket()) +
-              "; give every process a rank of its own";
+    if (!place.is_open() || place.looks_closed()) return "";
+    return format("rank %d is here already, from ", newcomer.rank) +
+           net::remote_address(place.socket()) + "; give every process a rank of its own";
+}
+
+// A rank that cannot start says why, in place of a hello. It stays for the answer.
+inline void PeerServer::hear_decline(Newcomer* newcomer, const Message& word) {
+    std::string why = judge(word);
+    if (why.empty() && detail::is_of_later_start(timing_.began, detail::sender_began(word))) {
+        why = "it is of an earlier start of this program";
     }
+    if (!why.empty()) {
+        dismiss(newcomer, format("rank %d", word.rank), why);
+        return;
+    }
+    const size_t rank = static_cast<size_t>(word.rank);
+    has_come_[rank] = true;
+    arrived_[rank] = std::move(newcomer->link);
+    newcomer->link = MessageLink();
+    if (why_not_.empty()) why_not_ = word.text;
+    if (is_refusing_) refuse(&arrived_[rank]);
+}
+
+inline void PeerServer::admit(Newcomer* newcomer, const Message& hello) {
+    const std::string why = judge(hello);
     if (!why.empty()) {
         dismiss(newcomer, format("rank %d", hello.rank), why);
         return;
     }
+    const size_t rank = static_cast<size_t>(hello.rank);
     table_[rank] = {hello.rank, hello.size, hello.host_hash, hello.text};
     has_come_[rank] = true;
     arrived_[rank] = std::move(newcomer->link);
     newcomer->link = MessageLink();
-    if (!why_not_.empty()) {
+    if (is_refusing_) {
         refuse(&arrived_[rank]);
         return;
     }
@@ -351,14 +457,12 @@ inline void PeerServer::dismiss(Newcomer* newcomer, const std::string& who,
 inline void PeerServer::hear_arrived() {
     for (MessageLink& link : arrived_) {
         if (!link.is_open()) continue;
-        // Before the start a rank has nothing to say but why it declines; it stays for the answer.
+        // Before the start a rank that is here has nothing to say.
         std::vector<Message> messages;
         uint32_t version = 0;
         const MessageLink::State state = link.receive(&messages, 1, &version);
         link.flush();
-        const bool declines = !messages.empty() && messages[0].type == MessageType::kFailure;
-        if (declines && why_not_.empty()) why_not_ = messages[0].text;
-        if (state != MessageLink::State::kOpen || (!messages.empty() && !declines)) link.close();
+        if (state != MessageLink::State::kOpen || !messages.empty()) link.close();
     }
 }
 
@@ -416,9 +520,11 @@ namespace detail {
 // What a rank that joins says, and how far it has come.
 class Joining {
   public:
-    Joining(const std::string& job_token, const PeerInfo& self, double limit_s)
+    Joining(const std::string& job_token, const PeerInfo& self, double limit_s,
+            const StartTiming& timing)
         : job_token_(handshake::job_token_of(job_token)),
           self_(self),
+          began_(timing.began),
           limit_s_(limit_s),
           deadline_(net::after(limit_s)) {}
 
@@ -489,11 +595,10 @@ class Joining {
             net::connect_to(endpoint, std::min(deadline_, net::after(kConnectSeconds)), &reason_);
         if (!socket) return false;
         MessageLink link(std::move(socket));
-        link.queue(hello(server_token));
-        handshake::Message failure = hello(server_token);
-        failure.type = handshake::MessageType::kFailure;
-        failure.text = text;
-        link.queue(failure);
+        handshake::Message word = hello(server_token);
+        word.type = handshake::MessageType::kFailure;
+        word.text = text;
+        link.queue(word);
         for (;;) {
             link.flush();
             if (is_over()) return false;
@@ -504,11 +609,7 @@ class Joining {
             const MessageLink::State state = link.receive(&messages, 1, &version);
             for (const handshake::Message& message : messages) {
                 if (server_token != 0 && message.server_token != server_token) return false;
-                // The end of the run; or it has just begun, and Peers has taken the word.
-                if (message.type == handshake::MessageType::kRefusal ||
-                    message.type == handshake::MessageType::kReceived) {
-                    return true;
-                }
+                if (message.type == handshake::MessageType::kRefusal) return true;
             }
             if (state != MessageLink::State::kOpen) return false;
         }
@@ -528,6 +629,7 @@ class Joining {
         message.server_token = server_token;
         message.job_token = job_token_;
         message.host_hash = self_.host_hash;
+        message.age_ms = milliseconds_since(began_);
         message.text = self_.device;
         return message;
     }
@@ -579,6 +681,7 @@ class Joining {
 
     const handshake::JobToken job_token_;
     const PeerInfo self_;
+    const net::Deadline began_;
     const double limit_s_;
     const net::Deadline deadline_;
     std::string where_;
@@ -628,9 +731,10 @@ class Pause {
 inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where,
                                          const std::string& job_token, const PeerInfo& self,
                                          unsigned char (&id)[kIdBytes], double limit_s,
-                                         const std::string& what, uint64_t server_token = 0) {
+                                         const std::string& what, uint64_t server_token = 0,
+                                         const StartTiming& timing = {}) {
     const std::string begin = what.empty() ? "" : what + ": ";
-    detail::Joining joining(job_token, self, limit_s);
+    detail::Joining joining(job_token, self, limit_s, timing);
     detail::require_known_hosts(where, limit_s, begin);
     detail::Pause pause;
     std::string places, reason;
@@ -657,11 +761,13 @@ inline std::unique_ptr<Peers> join_peers(const std::vector<net::Endpoint>& where
 }
 
 // For a rank other than 0 that cannot start: tells the rank 0 that is, or within `limit_s` seconds will
-// be, at one of the endpoints `where` that this rank will not come, and why: one line that names it.
-// Returns whether rank 0 has heard it. The arguments are join_peers'. Error when a host is unknown.
+// be, at one of the endpoints `where` that this rank will not come, and why: one line that names it,
+// not empty. Returns whether a rank 0 has answered; that of a later start does not act on it. The
+// arguments are join_peers'. Error when a host is unknown.
 inline bool decline_peers(const std::vector<net::Endpoint>& where, const std::string& job_token,
-                          const PeerInfo& self, const std::string& text, double limit_s) {
-    detail::Joining joining(job_token, self, limit_s);
+                          const PeerInfo& self, const std::string& text, double limit_s,
+                          const StartTiming& timing = {}) {
+    detail::Joining joining(job_token, self, limit_s, timing);
     detail::require_known_hosts(where, limit_s, "");
     detail::Pause pause;
     do {

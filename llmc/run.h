@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <climits>
 #include <cstdarg>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "llmc/batch_upload.h"
@@ -435,35 +437,42 @@ inline void check_meeting(const Run& run) {
     multi_gpu_check_start(options.num_processes, options.process_rank, options.gpus_per_node);
 }
 
-// Tells the other ranks of -pi tcp and fs that this one does not come, as far as its flags say where they
-// wait: `what` follows "rank 2". Takes seconds where they do not come, either.
-inline void tell_other_ranks(const Run& run, const std::string& what) {
+// Tells the other ranks that this one does not come, as far as its flags say where they wait: `what`
+// follows "rank 2". Takes seconds where they do not come, either, two of them when `briefly`.
+inline void tell_other_ranks(const Run& run, const std::string& what, bool briefly = false) {
     std::vector<std::string> arguments = run.command_line;
     if (!arguments.empty()) arguments.erase(arguments.begin());
     const std::optional<Options> place = read_meeting_flags(arguments);
-    if (!place) return;
-    multi_gpu_decline(place->num_processes, place->process_rank, place->server_address,
-                      place->shared_folder, place->init_method, place->port,
-                      format("rank %d", place->process_rank) + what);
+    if (place) {
+        multi_gpu_decline(place->num_processes, place->process_rank, place->server_address,
+                          place->shared_folder, place->init_method, place->port,
+                          format("rank %d", place->process_rank) + what, briefly);
+    } else if (detail::launched().processes > 1 && are_found_by_mpi(arguments)) {
+        multi_gpu_decline_by_mpi(what);
+    }
 }
 
-// Answers --help or --version, once for all ranks that mpirun has started. Those of the other ranks that
-// are to train do not wait for this one.
+// Answers --help or --version, once for all ranks of -pi mpi. Ranks of tcp and fs that are to train are
+// told not to wait for this one. mpirun itself ends those that wait in MPI_Init when a rank ends without
+// it; they get two seconds to come there. This rank does not use MPI: that starts once in a process
+// that mpirun knows, and its shell may run the program again, to train.
 inline void answer_instead_of_training(const Run& run) {
     const Options& options = run.options;
-    const bool by_launcher = options.init_method == "mpi";
+    const bool by_mpi = options.init_method == "mpi";
     const detail::Launched all = detail::launched();
-    if (!by_launcher || all.rank == 0) {
+    if (!by_mpi || all.rank == 0) {
         std::fputs((options.help ? help_text(run.command_line[0]) : version_text()).c_str(),
                    stdout);
         std::fflush(stdout);
     }
-    const std::string asked_for = options.help ? "--help" : "--version";
-    if (!by_launcher) {
-        tell_other_ranks(run, " was asked for " + asked_for);
-    } else if (all.processes > 1) {
-        multi_gpu_agree_not_to_train(asked_for);
+    if (by_mpi) {
+        if (started_by_mpirun() && all.processes > 1) {
+            std::this_thread::sleep_for(std::chrono::seconds(2));
+        }
+        return;
     }
+    tell_other_ranks(run, std::string(" was asked for ") + (options.help ? "--help" : "--version"),
+                     all.processes == 1);
 }
 
 // Finds the other processes, then reads and checks; writes nothing. An error of one rank is an error of

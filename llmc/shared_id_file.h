@@ -220,7 +220,8 @@ inline int write_durably(const std::string& path, const std::vector<unsigned cha
     return ::fsync(file.fd) == 0 ? 0 : errno;
 }
 
-// Does the rank 0 that wrote the file wait there now? Asks as a process that it has to refuse.
+// Does the rank 0 that wrote the file wait there now? Asks as a process that it has to refuse; one
+// that declines gives up its place instead, and does not answer.
 inline bool is_alive(const SharedId& shared, const std::string& job_token) {
     handshake::Message hello;
     hello.size = 1;
@@ -357,10 +358,11 @@ inline void decline_all_through_folder(PeerServer* server, const std::string& fo
 inline std::unique_ptr<Peers> join_through_folder(const std::string& folder,
                                                   const std::string& job_token,
                                                   const PeerInfo& self,
-                                                  unsigned char (&id)[kIdBytes], double limit_s) {
+                                                  unsigned char (&id)[kIdBytes], double limit_s,
+                                                  const StartTiming& timing = {}) {
     // Rank 0's machine may have made the folder a moment ago.
     const net::Deadline folder_deadline = net::after(std::min(limit_s / 2, 2.0));
-    detail::Joining joining(job_token, self, limit_s);
+    detail::Joining joining(job_token, self, limit_s, timing);
     detail::Pause pause;
     std::string problem;
     do {
@@ -388,8 +390,9 @@ inline std::unique_ptr<Peers> join_through_folder(const std::string& folder,
 // As decline_peers, to the rank 0 that the file in the folder tells of. False also when there is no such
 // folder.
 inline bool decline_through_folder(const std::string& folder, const std::string& job_token,
-                                   const PeerInfo& self, const std::string& text, double limit_s) {
-    detail::Joining joining(job_token, self, limit_s);
+                                   const PeerInfo& self, const std::string& text, double limit_s,
+                                   const StartTiming& timing = {}) {
+    detail::Joining joining(job_token, self, limit_s, timing);
     detail::Pause pause;
     do {
         const id_file::Reading reading = id_file::read(folder, job_token);

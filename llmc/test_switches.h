@@ -7,7 +7,8 @@
 //   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
 //   LLMC_JUNK=1           junk in what a step must not read of the one before
 //   LLMC_HOST             stands for the host's name
-//   LLMC_NO_GPU           this process is one of several and finds no GPU
+//   LLMC_NO_GPU           this process is one of several and finds no GPU, by CUDA's error of this number
+//   LLMC_DECLINE_S        how long a rank that does not start stays to tell the others
 #pragma once
 
 #ifdef LLMC_TEST_SWITCHES
@@ -47,11 +48,13 @@ enum class Fault {
     zero1_wrong_shard,  // a rank sums its neighbour's shard
     no_weight_gather,   // updated weights stay with their owners
     divided_twice,      // the mean over ranks is divided by their number once more
+    no_id,              // NCCL gives rank 0 no id
+    no_address,         // a rank does not learn its GPU's address
 };
 
 #ifdef LLMC_TEST_SWITCHES
 
-constexpr std::array<const char*, 23> kFaults = {"",
+constexpr std::array<const char*, 25> kFaults = {"",
                                                  "owner_fp32",
                                                  "swapped_children",
                                                  "fused_leaf",
@@ -73,7 +76,9 @@ constexpr std::array<const char*, 23> kFaults = {"",
                                                  "zero0_no_gather",
                                                  "zero1_wrong_shard",
                                                  "no_weight_gather",
-                                                 "divided_twice"};
+                                                 "divided_twice",
+                                                 "no_id",
+                                                 "no_address"};
 
 inline Fault planted_fault() {
     static const Fault fault = [] {

@@ -71,6 +71,12 @@ inline void check_ranks(int num_processes, int process_rank, int gpus_per_node) 
 
 }  // namespace detail
 
+// mpirun ends all ranks when one fails, or ends without MPI_Init while others are in it; srun does not,
+// unless it is told to.
+inline bool started_by_mpirun() {
+    return std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
+}
+
 // Throws Error when a number or a time limit of the environment is out of range, or when this one of
 // several ranks has no GPU. multi_gpu_config_init does so, too; an error of this one comes before any
 // other rank is looked for.
@@ -85,8 +91,8 @@ inline void multi_gpu_check_start(int num_processes, int process_rank, int gpus_
 
 #ifndef MULTI_GPU
 inline void multi_gpu_decline(int, int, const std::string&, const std::string&, const std::string&,
-                              int, const std::string&) {}
-inline void multi_gpu_agree_not_to_train(const std::string&) {}
+                              int, const std::string&, bool = false) {}
+inline void multi_gpu_decline_by_mpi(const std::string&) {}
 #endif
 
 // Finds the other processes by `init_method` and opens the communicator.
@@ -97,7 +103,8 @@ inline void multi_gpu_agree_not_to_train(const std::string&) {}
 //
 // For tcp and fs the GPU is process_rank % gpus_per_node. Waits for the others, at most
 // LLMC_INIT_TIMEOUT_S seconds (300). Throws Error when a number is out of range, when ranks are
-// missing then or decline, when there are fewer GPUs than ranks on a host, and when two ranks have one.
+// missing then or decline, when there are fewer GPUs than ranks on a host, and when two ranks have one;
+// UnmetError when this rank fails before it looks for the others, who have to be told.
 inline MultiGpuConfig multi_gpu_config_init(int num_processes, int process_rank, int gpus_per_node,
                                             const std::string& server_ip,
                                             const std::string& fs_path,

@@ -37,6 +37,11 @@ struct AgreedError : Error {
     using Error::Error;
 };
 
+// An error of this rank alone, before it has looked for the others, who wait for it until they are told.
+struct UnmetError : Error {
+    using Error::Error;
+};
+
 struct GradientExchange;  // zero_exchange.cuh
 struct CollectiveLog;
 class HostWatch;

@@ -67,18 +67,25 @@ inline uint64_t host_hash() {
     return hash_elements(name.data(), 1, name.size(), 0) | 1u;
 }
 
-// GPUs of this host. Throws Error without any.
+// GPUs of this host. Throws UnmetError without any, with CUDA's reason when it has one.
 inline int require_gpus() {
     int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
 #ifdef LLMC_TEST_SWITCHES
-    if (std::getenv("LLMC_NO_GPU") != nullptr) count = 0;
+    if (const char* number = std::getenv("LLMC_NO_GPU")) {
+        count = 0;
+        status = static_cast<cudaError_t>(std::atoi(number));
+    }
 #endif
-    if (count == 0) throw Error("no GPU on " + short_host_name());
-    return count;
+    if (status == cudaSuccess && count > 0) return count;
+    std::string why;
+    if (status != cudaSuccess && status != cudaErrorNoDevice) {
+        why = format(": %s", cudaGetErrorString(status));
+    }
+    throw UnmetError("no GPU on " + short_host_name() + why);
 }
 
-// Settles which GPU this process uses. Throws Error without a GPU; returns what is wrong when the host
+// Settles which GPU this process uses. Throws UnmetError without a GPU; returns what is wrong when the host
 // has fewer GPUs than ranks, for the other ranks to hear of, too.
 inline std::string choose_device(MultiGpuConfig* config) {
     const int count = require_gpus();
@@ -114,13 +121,15 @@ inline std::string device_address([[maybe_unused]] const MultiGpuConfig& config)
 }
 
 inline PeerInfo describe_self(const MultiGpuConfig& config) {
+    if (planted_fault() == Fault::no_address) throw Error("no address of the GPU (planted)");
     return {config.process_rank, config.num_processes, host_hash(), device_address(config)};
 }
 
 inline ncclUniqueId new_nccl_id() {
     ncclUniqueId id;
     static_assert(sizeof(id.internal) == kIdBytes);
-    const ncclResult_t result = ncclGetUniqueId(&id);
+    ncclResult_t result = ncclGetUniqueId(&id);
+    if (planted_fault() == Fault::no_id) result = ncclSystemError;
     if (result != ncclSuccess) {
         throw Error(format("NCCL: no id: %s", ncclGetErrorString(result)));
     }
@@ -129,6 +138,31 @@ inline ncclUniqueId new_nccl_id() {
 
 inline void copy_id(ncclUniqueId* to, const unsigned char (&from)[kIdBytes]) {
     std::memcpy(to->internal, from, kIdBytes);
+}
+
+// What a rank must have before it meets the others.
+struct StartData {
+    PeerInfo self;
+    ncclUniqueId id{};  // rank 0's
+};
+
+// What can fail on this rank alone comes before the meeting: an Error of `work` becomes UnmetError.
+template <class Work>
+auto before_meeting(Work&& work) {
+    try {
+        return work();
+    } catch (const Error& error) {
+        throw UnmetError(error.what());
+    }
+}
+
+inline StartData make_start_data(const MultiGpuConfig& config) {
+    return before_meeting([&] {
+        StartData own;
+        own.self = describe_self(config);
+        if (config.process_rank == 0) own.id = new_nccl_id();
+        return own;
+    });
 }
 
 // Node of each rank by its host, numbered in order of appearance.
@@ -151,71 +185,80 @@ inline std::vector<int> nodes_by_rank(int num_processes, int gpus_per_node) {
 
 }  // namespace detail
 
-// Waits for all other ranks, and sends them `id`. Throws Error naming those that did not come.
+// Waits for all other ranks, and sends them `id`; `self` describes rank 0. Throws Error naming those that
+// did not come.
 inline std::shared_ptr<Peers> send_nccl_id_to_clients(const ncclUniqueId& id, PeerServer* server,
-                                                      const MultiGpuConfig& config,
-                                                      double limit_s) {
+                                                      const PeerInfo& self, double limit_s) {
     unsigned char bytes[kIdBytes];
     std::memcpy(bytes, id.internal, kIdBytes);
-    return server->wait_for_all(detail::describe_self(config), bytes, limit_s);
+    return server->wait_for_all(self, bytes, limit_s);
 }
 
 // The id that rank 0 makes, over TCP: rank 0 listens on `server_ip` and `port`, the others connect.
-// Sets config->peers. Throws Error naming the address, or the ranks that did not come.
+// Sets config->peers. Throws Error naming the address, or the ranks that did not come; UnmetError when
+// this rank fails before it looks for them.
 inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::string& server_ip,
                                         int port) {
     const double limit = detail::init_limit();
     const std::string what = format("-ps %s -pp %d", server_ip.c_str(), port);
-    ncclUniqueId id{};
+    const detail::StartData own = detail::make_start_data(*config);
+    ncclUniqueId id = own.id;
     if (config->process_rank == 0) {
         PeerServer server(server_ip, port, detail::job_token(), what);
-        id = detail::new_nccl_id();
-        config->peers = send_nccl_id_to_clients(id, &server, *config, limit);
+        config->peers = send_nccl_id_to_clients(id, &server, own.self, limit);
     } else {
         unsigned char bytes[kIdBytes];
-        config->peers = join_peers({{server_ip, port}}, detail::job_token(),
-                                   detail::describe_self(*config), bytes, limit, what);
+        config->peers =
+            join_peers({{server_ip, port}}, detail::job_token(), own.self, bytes, limit, what);
         detail::copy_id(&id, bytes);
         if (planted_fault() == Fault::tcp_id) id.internal[0] ^= 1;
     }
     return id;
 }
 
-// The id that rank 0 makes, through the file ncclUniqueId.sync in `fs_path`. Sets config->peers.
+// The id that rank 0 makes, through the file ncclUniqueId.sync in `fs_path`. Sets config->peers. Throws
+// as get_nccl_id_via_tcp.
 inline ncclUniqueId get_nccl_id_via_fs(MultiGpuConfig* config, const std::string& fs_path) {
     const double limit = detail::init_limit();
-    ncclUniqueId id{};
+    const detail::StartData own = detail::make_start_data(*config);
+    ncclUniqueId id = own.id;
     unsigned char bytes[kIdBytes];
     if (config->process_rank == 0) {
         PeerServer server("", 0, detail::job_token(), "-pi fs");
-        id = detail::new_nccl_id();
         std::memcpy(bytes, id.internal, kIdBytes);
-        config->peers = serve_through_folder(&server, fs_path, detail::job_token(),
-                                             detail::describe_self(*config), bytes, limit);
+        config->peers =
+            serve_through_folder(&server, fs_path, detail::job_token(), own.self, bytes, limit);
     } else {
-        config->peers = join_through_folder(fs_path, detail::job_token(),
-                                            detail::describe_self(*config), bytes, limit);
+        config->peers = join_through_folder(fs_path, detail::job_token(), own.self, bytes, limit);
         detail::copy_id(&id, bytes);
         if (planted_fault() == Fault::fs_id) id.internal[0] ^= 1;
     }
     return id;
 }
 
-// For a rank that cannot start: says so to the others where they wait for it, or will in a moment, with
-// `text`, one line that names this rank and why. Takes at most kDeclineSeconds; returns early when
-// they have heard it. Does nothing with -pi mpi, whose launcher ends the others, and where they
-// cannot be reached.
+namespace detail {
+
+// How long this rank may stay to tell the others that there will be no run.
+inline double decline_limit(bool briefly = false) {
+    try {
+        return std::min(decline_seconds(briefly), init_limit());
+    } catch (const Error&) {  // the limit may be what is wrong
+        return decline_seconds(briefly);
+    }
+}
+
+}  // namespace detail
+
+// For a rank of tcp or fs that cannot start: says so to the others where they wait for it, or will in a
+// moment, with `text`, one line that names this rank and why. Takes at most decline_seconds(briefly);
+// returns early when they have heard it. Does nothing where they cannot be reached.
 inline void multi_gpu_decline(int num_processes, int process_rank, const std::string& server_ip,
                               const std::string& fs_path, const std::string& init_method,
-                              int server_port, const std::string& text) {
+                              int server_port, const std::string& text, bool briefly = false) {
     const PeerInfo self = {process_rank, num_processes, detail::host_hash(), ""};
     const std::string token = detail::job_token();
+    const double limit = detail::decline_limit(briefly);
     try {
-        double limit = kDeclineSeconds;
-        try {
-            limit = std::min(limit, detail::init_limit());
-        } catch (const Error&) {  // which may be what is wrong
-        }
         if (init_method == "tcp" && process_rank == 0) {
             PeerServer(server_ip, server_port, token, "").decline_all(num_processes, text, limit);
         } else if (init_method == "tcp") {
@@ -243,7 +286,8 @@ inline void mpi_check(int status, const char* what) {
     throw Error(format("%s: %s", what, text));
 }
 
-// MPI has no time limits. While one of these lives, the process ends after `limit_s`.
+// MPI has no time limits. While one of these lives, the process ends after `limit_s` with status 1, and
+// without a word when `what` is empty.
 class MpiLimit {
   public:
     MpiLimit(double limit_s, std::string what)
@@ -253,6 +297,7 @@ class MpiLimit {
                                                   [this] { return is_done_; });
               if (in_time) return;
               std::fflush(stdout);
+              if (what.empty()) std::_Exit(1);
               std::fprintf(stderr,
                            "%s: %s took more than %g s (LLMC_INIT_TIMEOUT_S): a rank is "
                            "missing or does not answer\n",
@@ -286,30 +331,37 @@ inline bool has_mpi_launcher() {
     return false;
 }
 
-// Starts MPI and learns rank and size from it. `asked_for` is what this process is to do instead of
-// training ("--help"), else "". Throws Error on every rank when it is not the same on all: those that
-// train would wait for the others.
-inline void open_mpi(MultiGpuConfig* config, const std::string& asked_for) {
+// Throws Error, the same on every rank, when some ranks cannot train, which the others would wait for.
+// `not_training` is why this one cannot: what follows "rank 2" in a message (": -b 0: must be ..."), or "".
+inline void agree_to_train(const MultiGpuConfig& config, const std::string& not_training) {
+    constexpr size_t kBytes = 512;
+    const std::string shown = handshake::shortened(not_training, kBytes - 1);
+    char own[kBytes] = {};
+    shown.copy(own, kBytes - 1);
+    std::vector<char> all(kBytes * static_cast<size_t>(config.num_processes));
+    mpi_check(MPI_Allgather(own, kBytes, MPI_CHAR, all.data(), kBytes, MPI_CHAR, MPI_COMM_WORLD),
+              "MPI_Allgather");
+    int odd = -1;  // the first rank that does not train
+    bool agree = true;
+    for (int rank = 0; rank < config.num_processes; ++rank) {
+        const char* why = &all[kBytes * static_cast<size_t>(rank)];
+        if (odd < 0 && *why != '\0') odd = rank;
+        agree = agree && std::strcmp(why, &all[0]) == 0;
+    }
+    if (!agree) {
+        throw Error(format("rank %d", odd) + &all[kBytes * static_cast<size_t>(odd)]);
+    }
+}
+
+// Starts MPI, learns rank and size from it, and agrees with the other ranks to train.
+inline void open_mpi(MultiGpuConfig* config, const std::string& not_training) {
     mpi_check(MPI_Init(nullptr, nullptr), "MPI_Init");
     config->started_by_mpi = true;
     mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN),
               "MPI_Comm_set_errhandler");
     mpi_check(MPI_Comm_rank(MPI_COMM_WORLD, &config->process_rank), "MPI_Comm_rank");
     mpi_check(MPI_Comm_size(MPI_COMM_WORLD, &config->num_processes), "MPI_Comm_size");
-    constexpr size_t kBytes = 16;
-    char own[kBytes] = {};
-    asked_for.copy(own, kBytes - 1);
-    std::vector<char> all(kBytes * static_cast<size_t>(config->num_processes));
-    mpi_check(MPI_Allgather(own, kBytes, MPI_CHAR, all.data(), kBytes, MPI_CHAR, MPI_COMM_WORLD),
-              "MPI_Allgather");
-    const auto asked = [&](int rank) { return std::string(&all[kBytes * rank]); };
-    for (int rank = 1; rank < config->num_processes; ++rank) {
-        if (asked(rank) == asked(0)) continue;
-        const int one = asked(rank).empty() ? 0 : rank, other = rank - one;
-        throw Error(
-            format("rank %d was asked for %s, and rank %d was not; give all ranks the same flags",
-                   one, asked(one).c_str(), other));
-    }
+    agree_to_train(*config, not_training);
 }
 
 }  // namespace detail
@@ -342,11 +394,13 @@ struct MpiGreeting {
 // `guard` covers what MPI does; the rest has limits that can name who is missing.
 inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit,
                         std::unique_ptr<MpiLimit> guard) {
+    const StartData own = make_start_data(*config);
     MpiGreeting greeting{};
     std::unique_ptr<PeerServer> server;
     if (config->process_rank == 0) {
-        server = std::make_unique<PeerServer>("", 0, job_token(), "-pi mpi");
-        greeting.id = new_nccl_id();
+        server = before_meeting(
+            [] { return std::make_unique<PeerServer>("", 0, job_token(), "-pi mpi"); });
+        greeting.id = own.id;
         greeting.port = server->port();
         greeting.server_token = server->token();
         std::string addresses;
@@ -360,7 +414,7 @@ inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit,
     guard.reset();
     *id = greeting.id;
     if (server != nullptr) {
-        config->peers = send_nccl_id_to_clients(*id, server.get(), *config, limit);
+        config->peers = send_nccl_id_to_clients(*id, server.get(), own.self, limit);
         return;
     }
     std::vector<net::Endpoint> where;
@@ -371,8 +425,8 @@ inline void join_by_mpi(MultiGpuConfig* config, ncclUniqueId* id, double limit,
         begin = end + 1;
     }
     unsigned char bytes[kIdBytes];
-    config->peers = join_peers(where, job_token(), describe_self(*config), bytes, limit, "-pi mpi",
-                               greeting.server_token);
+    config->peers =
+        join_peers(where, job_token(), own.self, bytes, limit, "-pi mpi", greeting.server_token);
 }
 
 #endif  // USE_MPI
@@ -488,17 +542,23 @@ inline void end_mpi([[maybe_unused]] MultiGpuConfig* config) {
 
 }  // namespace detail
 
-// For one of several ranks that mpirun has started, asked for `asked_for` ("--help") instead of training:
-// returns when all were, and throws Error on every rank when one was not. Without MPI it does nothing.
-inline void multi_gpu_agree_not_to_train([[maybe_unused]] const std::string& asked_for) {
+// For a rank of -pi mpi that cannot start, where the launcher (srun) does not end the others when one
+// fails: tells them `why` (": -b 0: must be ...") when they come within decline_seconds(), or ends them
+// when MPI runs already. Without MPI it does nothing.
+inline void multi_gpu_decline_by_mpi([[maybe_unused]] const std::string& why) {
 #ifdef USE_MPI
     if (!detail::has_mpi_launcher()) return;
+    int is_running = 0;
+    MPI_Initialized(&is_running);
+    std::fflush(stdout);
+    if (is_running != 0) MPI_Abort(MPI_COMM_WORLD, 1);
     MultiGpuConfig config;
-    {
-        const detail::MpiLimit guard(detail::init_limit(), "the start of MPI");
-        detail::open_mpi(&config, asked_for);
+    const detail::MpiLimit guard(detail::decline_limit(), "");
+    try {
+        detail::open_mpi(&config, why);
+        detail::end_mpi(&config);
+    } catch (const Error&) {  // the others have it, too
     }
-    detail::end_mpi(&config);
 #endif
 }
 

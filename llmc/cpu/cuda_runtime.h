@@ -31,6 +31,7 @@ enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
 };
@@ -169,6 +170,8 @@ inline const char* cudaGetErrorName(cudaError_t error) {
             return "cudaErrorInvalidValue";
         case cudaErrorMemoryAllocation:
             return "cudaErrorMemoryAllocation";
+        case cudaErrorNoDevice:
+            return "cudaErrorNoDevice";
         case cudaErrorInvalidDevice:
             return "cudaErrorInvalidDevice";
         case cudaErrorNotReady:
@@ -184,6 +187,8 @@ inline const char* cudaGetErrorString(cudaError_t error) {
             return "invalid argument";
         case cudaErrorMemoryAllocation:
             return "out of memory";
+        case cudaErrorNoDevice:
+            return "no CUDA-capable device is detected";
         case cudaErrorInvalidDevice:
             return "invalid device ordinal";
         case cudaErrorNotReady:

@@ -74,17 +74,29 @@ inline PeerInfo info(int rank, int size, const std::string& device = "") {
     return {rank, size, 1, device};
 }
 
-inline std::future<Outcome> serve(PeerServer* server, const PeerInfo& self, double limit_s = 20) {
+// Seconds. No test waits so long for an end that comes, and half of it is long enough for one that comes
+// at once, on a busy machine, too.
+constexpr double kLong = 100;
+
+// A process that began so long ago, and stays long to tell others that it declines.
+inline StartTiming began_ago(double seconds) {
+    return {net::Clock::now() - std::chrono::milliseconds(static_cast<int>(1000 * seconds)), kLong};
+}
+
+inline std::future<Outcome> serve(PeerServer* server, const PeerInfo& self,
+                                  double limit_s = kLong) {
     return in_thread([=](Id* id) {
         *id = Id(1);
         return server->wait_for_all(self, id->bytes, limit_s);
     });
 }
 
-inline std::future<Outcome> join(int port, const PeerInfo& self, double limit_s = 20,
-                                 const std::string& job = kJob, uint64_t token = 0) {
+inline std::future<Outcome> join(int port, const PeerInfo& self, double limit_s = kLong,
+                                 const std::string& job = kJob, uint64_t token = 0,
+                                 const StartTiming& timing = {}) {
     return in_thread([=](Id* id) {
-        return join_peers({{"127.0.0.1", port}}, job, self, id->bytes, limit_s, "-ps", token);
+        return join_peers({{"127.0.0.1", port}}, job, self, id->bytes, limit_s, "-ps", token,
+                          timing);
     });
 }
 

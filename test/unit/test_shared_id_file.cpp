@@ -299,6 +299,19 @@ TEST_F(SharedIdFile, LeadsTheOthersToARankZeroThatDeclines) {
     EXPECT_TRUE(names().empty());
 }
 
+TEST_F(SharedIdFile, OfARankZeroThatDeclinesGivesWayToTheNextOne) {
+    llmc::StartTiming earlier;
+    earlier.began = net::Clock::now() - std::chrono::seconds(60);
+    std::future<void> old = std::async(std::launch::async, [&, folder = folder_] {
+        PeerServer server("127.0.0.1", 0, "job", "", earlier);
+        llmc::decline_all_through_folder(&server, folder, "job", 2, "rank 0: -b 0", 100);
+    });
+    ASSERT_TRUE(appears());
+    std::future<Outcome> one = join("job", 100);
+    expect_run(serve(7), std::move(one), 7);
+    old.get();
+}
+
 TEST_F(SharedIdFile, ReasonIsNamedAtTheLimit) {
     const std::string begin =
         "-pf " + folder_ + ": rank 0 was not found within 0.1 s (LLMC_INIT_TIMEOUT_S): ";
