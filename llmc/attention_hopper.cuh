@@ -10,15 +10,17 @@
 // one warpgroup in the order of the tiles: no atomics on them, no (T,T) matrix, and bits that
 // depend on the shape alone. The price is 7 products instead of 5, and every exponential twice.
 //
-// A block stays on its multiprocessor and takes one item of work after another: a row of tiles of
-// one head, one for each warpgroup. A thread of one warpgroup more starts all copies, those of the
-// next item and those of results back to memory while the warpgroups are at this one. Blocks with
-// one item each spent a quarter of their time on the start and the end of it.
+// A block stays on its multiprocessor (a persistent block) and takes one item of work after
+// another: two or three tiles of one head that follow one another, one for each warpgroup. The first
+// thread of one warpgroup more (the producer) starts all copies by TMA, those of the next item and
+// those of results back to memory while the warpgroups are at this one. Blocks with one item each
+// spent a quarter of their time on the start and the end of it.
 //
-// Bound by products, 7 T^2 HS FLOP a head, and by the exponentials between them, of which a
-// multiprocessor makes 16 a cycle: half as long as a tile's three or four products. On an H200 at
-// B 64, T 1024, 12 heads 0.76 ms, 338 TFLOP/s of the 5 products that are needed: 0.35 for q, 0.41
-// for k and v; 0.82 without a pause, at the power limit.
+// Bound by products, 7 T^2 HS FLOP a head where half of the scores are masked, and by the
+// exponentials between them: of a tile of scores the products take 128 cycles each, 384 for q and
+// 512 for k and v, and the exponentials 256, at 16 a cycle and multiprocessor. On an H200 at B 64,
+// T 1024, 12 heads 0.76 ms, 338 TFLOP/s of the 5 products that are needed: 0.35 for q, 0.41 for k
+// and v. In a row without pauses 0.82, since the clock falls at the power limit.
 #pragma once
 
 #include <algorithm>
@@ -71,17 +73,20 @@ template <int kGroups_, int kParts>
 struct SharedMemory {
     static constexpr int kGroups = kGroups_;
 
-    // Of two items in turn, each in its slot: what each warpgroup owns, and then its results.
+    // Of two items in turn, each in its slot (double buffer): what each warpgroup owns, and then its
+    // results in its place.
     bf16 owned[2][kParts][kGroups][kTileElements];
     bf16 streamed[kStages][2][kTileElements];
     float row_values[kStages][2][kTile];  // of streamed queries (for keys): log2_lse, weighted
     float owned_lse[2][kGroups][kTile];   // of owned queries (for queries)
     int items[2];                         // negative: there are no more
-    // What warpgroups own is there; they have left their results in its place. A stage's tiles are
-    // there; it may be filled again.
-    device::Barrier owned_full[2], owned_empty[2], full[kStages], empty[kStages];
+    // Of a slot: its copies are there (the producer arrives, and bytes); its results are there and it is
+    // read no more (every warp of the warpgroups arrives).
+    device::Barrier owned_full[2], owned_empty[2];
+    // Of a stage: its copies are there (the producer, and bytes); it is read no more (every warp).
+    device::Barrier full[kStages], empty[kStages];
 };
-// The sums for dk and dv leave registers for two warpgroups alone.
+// Two warpgroups for keys: with the accumulators of dk and dv there are no registers for a third.
 using KeyMemory = SharedMemory<2, 2>;    // k, v
 using QueryMemory = SharedMemory<3, 3>;  // q, dout, out
 template <class Shared>
@@ -166,7 +171,8 @@ struct Item {
     __device__ int column() const { return head * kHeadSize; }
 };
 
-// This lane's first element of a warpgroup's 64 x 64.
+// Row and column of this lane's first element of a 64 x 64 result (wgmma.cuh has the layout): its
+// others are 8 rows further and at multiples of 8 columns, two side by side.
 __device__ inline int lane_row() {
     return threadIdx.x % kGroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
 }
@@ -174,7 +180,8 @@ __device__ inline int lane_column() {
     return threadIdx.x % 4 * 2;
 }
 
-// scores (64,64) = owned[0] * streamed[0]^T and dscores = owned[1] * streamed[1]^T, a batch each.
+// scores (64,64) = owned[0] * streamed[0]^T and dscores = owned[1] * streamed[1]^T, a batch (wgmma
+// group) each.
 template <int kGroup, class Shared>
 __device__ inline void begin_scores(float (&scores)[32], float (&dscores)[32], const Shared& shared,
                                     int slot, int stage) {
@@ -210,7 +217,7 @@ __device__ inline void begin_sums(float (&sums)[32], const uint32_t (&factors)[4
     device::end_products();
 }
 
-// A 64 x 64 result as factors of a product, sixteen columns each.
+// A 64 x 64 result as factors (A operands in registers) of a product, sixteen columns each.
 __device__ inline void to_factors(uint32_t (&factors)[4][4], const float (&sums)[32]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -221,7 +228,7 @@ __device__ inline void to_factors(uint32_t (&factors)[4][4], const float (&sums)
     }
 }
 
-// Leaves a result times `factor` in a tile.
+// Leaves a result times `factor` in a tile, whose pieces of 8 elements are swizzled (wgmma.cuh).
 __device__ inline void store_tile(bf16* tile, const float (&sums)[32], float factor) {
     const int row = lane_row();
 #pragma unroll
@@ -239,8 +246,9 @@ __device__ inline void store_tile(bf16* tile, const float (&sums)[32], float fac
 // other. Who has the baton passes it to the next, and the last to the first. So that it comes
 // round, each warpgroup waits for it and passes it once for every tile that streams past, also for
 // one that it skips; the last warpgroup passes it once before the first tile, and the first one
-// waits once more at the end. Named barrier 1 + kGroup is where warpgroup kGroup waits and the one
-// before it arrives; 0 is that of __syncthreads.
+// waits once more at the end. At named barrier 1 + kGroup warpgroup kGroup waits (bar.sync) and the
+// one before it arrives without waiting (bar.arrive); 0 is that of __syncthreads. Three warpgroups,
+// as for queries, are slower with a baton than without.
 template <int kGroup, int kGroups>
 __device__ inline void wait_for_baton() {
     asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(2 * kGroupThreads) : "memory");
@@ -259,7 +267,7 @@ __device__ inline void leave_results(Shared& shared, int slot) {
     if (threadIdx.x % kWarpSize == 0) shared.owned_empty[slot].arrive();
 }
 
-// Sets to zero what queries do not see, in the tile where the keys are those of the queries.
+// The causal mask of a tile on the diagonal: zero where the key comes after the query.
 template <bool kKeysAreRows>
 __device__ inline void drop_later_keys(float (&p)[32], int row, int column) {
 #pragma unroll
@@ -320,7 +328,7 @@ __device__ void run_keys(KeyMemory& shared, const Shape& shape) {
     const int tiles = shape.tiles(), row = lane_row(), column = lane_column();
     const float log2_scale = shape.scale * kLog2e;
     Turn turn;
-    if (kGroup == kGroups - 1) pass_baton<kGroup, kGroups>();
+    if (kGroup == kGroups - 1) pass_baton<kGroup, kGroups>();  // the first turn is warpgroup 0's
     for (int n_item = 0;; ++n_item) {
         const int slot = n_item % 2;
         shared.owned_full[slot].wait(n_item / 2 % 2);
@@ -368,7 +376,7 @@ __device__ void run_keys(KeyMemory& shared, const Shape& shape) {
         }
         leave_results(shared, slot);
     }
-    if (kGroup == 0) wait_for_baton<kGroup, kGroups>();
+    if (kGroup == 0) wait_for_baton<kGroup, kGroups>();  // the last pass meets its wait
 }
 
 // sums = for each of this lane's two rows, the sum of products of two tiles' elements.
@@ -465,10 +473,10 @@ __device__ inline void by_group(Run&& run) {
 // What a block's copying thread does. Blocks take items by number until there are none: the first is
 // the block's number, and the next is taken as soon as this one's copies begin, since the counter
 // answers late. Which block takes an item is a matter of time, and changes no bits.
-// owned(item, slot, group, tile) starts the copies of what a warpgroup owns, of owned_bytes
-// together; streamed(item, stage, tile) those of tile range(item).x ... range(item).y - 1 that
-// stream past, of streamed_bytes together; results(item, slot, group, tile) those of what a
-// warpgroup has left.
+//   range(item)                       tiles that stream past: first, and one behind the last
+//   owned(item, slot, group, tile)    starts copies of what a warpgroup owns, owned_bytes together
+//   streamed(item, stage, tile)       those of a tile that streams past, streamed_bytes together
+//   results(item, slot, group, tile)  those of what a warpgroup has left, back to memory
 template <class Shared, class Range, class Owned, class Streamed, class Results>
 __device__ void copy_for_items(Shared& shared, const Shape& shape, int* taken, bool latest_first,
                                int owned_bytes, int streamed_bytes, Range&& range, Owned&& owned,
@@ -480,11 +488,13 @@ __device__ void copy_for_items(Shared& shared, const Shape& shape, int* taken, b
             if (own < shape.tiles()) copies(item, slot, group, own);
         }
     };
+    // The n-th item's slot is free for item n + 2 when its results are on their way to memory.
     const auto take_results = [&](int n, int number) {
         shared.owned_empty[n % 2].wait(n / 2 % 2);
         for_groups(Item<kGroups>(number, shape, latest_first), n % 2, results);
         device::wait_for_copies_back();
     };
+    // Item n of this block; before[0] and before[1] are the numbers of n - 1 and n - 2.
     int number = blockIdx.x, before[2] = {}, n = 0, n_tile = 0;
     for (; number < shape.items(kGroups); ++n) {
         if (n >= 2) take_results(n - 2, before[1]);
@@ -654,8 +664,8 @@ inline size_t scratch_bytes(int B, int T, int NH) {
     return 2 * make_shape(B, T, NH).rows() * sizeof(float) + 2 * sizeof(int);
 }
 
-// As attention_backward (launchers.h) for types and shapes that takes() names. Throws Error for others, when
-// they are too large for one launch, and when the driver makes no tensor map.
+// As attention_backward (launchers.h) for types and shapes that takes() names. Throws Error for
+// others, when they are too large for one launch, and when the driver makes no tensor map.
 template <class X>
 void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* lse, void* scratch,
               int B, int T, int NH, cudaStream_t stream) {
@@ -684,6 +694,7 @@ void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* l
                      (groups + 1) * kGroupThreads, shared_bytes, stream>>>(arguments...);
             launch_check();
         };
+        // In this order: the second kernel reads the values of rows that the first one leaves.
         launch(attention_hopper_queries_kernel<QueryMemory>, QueryMemory::kGroups,
                kSharedBytes<QueryMemory>, dqkv_map, qkv_map, dout_map, out_map, lse, values, taken,
                shape);

@@ -488,6 +488,9 @@ inline void set_up(Run& run) {
     if (run.multi_gpu.num_processes > 1 && !run.model.plan.canonical) {
         print0(run, "bit equality across GPU counts is off: %s\n", run.model.plan.why_not.c_str());
     }
+    if (options.checkpoint_every > 0 && options.output_dir.empty()) {
+        print0(run, "note: -n %d: without -o nothing is saved\n", options.checkpoint_every);
+    }
     multi_gpu_together(run.multi_gpu, [&] { check_memory(run); });
 }
 

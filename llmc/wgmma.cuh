@@ -19,7 +19,9 @@
 
 namespace llmc::device {
 
-// The lower half of a tile's matrix descriptor, of which the upper half is the same for all tiles. Row by
+// The lower half of a tile's matrix descriptor (address / 16; 1 for the leading dimension, which is not
+// used with this swizzle), of which the upper half is the same for all tiles: 0x40000040, 1024 bytes
+// from 8 rows to the next 8 and the 128-byte swizzle. Row by
 // row a tile is a factor whose sums run along the rows, transposed one whose sums run from row to row.
 // Added to a descriptor, bytes / 16 lead on: 16 elements of a sum are 32 bytes in the first case, 2048 in
 // the second.
@@ -30,8 +32,8 @@ constexpr uint32_t kAlongRows = 32 >> 4, kFromRowToRow = 2048 >> 4;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Changes how many registers each thread of a warpgroup may use, to a multiple of 8: up to kCount when
-// other warpgroups of the block have left as many, or down.
+// Changes how many registers each thread of a warpgroup may use, to kCount, a multiple of 8: up, which
+// waits until other warpgroups of the block have given up as many, or down.
 template <int kCount>
 __device__ inline void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));

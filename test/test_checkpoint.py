@@ -611,6 +611,16 @@ def test_flags_that_change_results_are_announced(fp32: Trainer, work: Workplace)
     assert sorted(note.split()[1] for note in notes) == sorted([*changes, "-x"])
 
 
+def test_checkpoints_without_a_folder_were_silently_not_saved(
+    fp32: Trainer, work: Workplace
+) -> None:
+    before = snapshot(work.folder)
+    result = fp32.train(work.args({"-n": 1}))
+    notes = [line for line in result.stdout.splitlines() if line.startswith("note:")]
+    assert notes == ["note: -n 1: without -o nothing is saved"]
+    assert snapshot(work.folder) == before
+
+
 def test_unfinished_files_of_a_killed_save_are_removed(fp32: Trainer, work: Workplace) -> None:
     work.out.mkdir()
     ours = [work.out / f"{name}.tmp" for name in ("model_00000007.bin", "state_00000007_00000.bin")]

@@ -169,7 +169,7 @@ TEST(Peers, ARankThatDeclinesEndsTheStartOfAll) {
     futures.push_back(serve(&server, info(0, 4)));
     futures.push_back(join(server.port(), info(1, 4)));
     sleep_ms(100);
-    EXPECT_TRUE(decline(server.port(), info(2, 4), "rank 2: -b 0").get());
+    EXPECT_TRUE(decline(server.port(), info(2, 4), "rank 2: -b 0", kLong, began_ago(0)).get());
     // One that comes later is told the same.
     sleep_ms(300);
     const net::Deadline start = net::Clock::now();

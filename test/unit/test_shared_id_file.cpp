@@ -300,8 +300,8 @@ TEST_F(SharedIdFile, LeadsTheOthersToARankZeroThatDeclines) {
 }
 
 TEST_F(SharedIdFile, OfARankZeroThatDeclinesGivesWayToTheNextOne) {
-    llmc::StartTiming earlier;
-    earlier.began = net::Clock::now() - std::chrono::seconds(60);
+    llmc::StartTiming earlier;  // than that of this process, which the others have
+    earlier.began -= std::chrono::seconds(60);
     std::future<void> old = std::async(std::launch::async, [&, folder = folder_] {
         PeerServer server("127.0.0.1", 0, "job", "", earlier);
         llmc::decline_all_through_folder(&server, folder, "job", 2, "rank 0: -b 0", 100);
