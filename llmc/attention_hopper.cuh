@@ -179,6 +179,12 @@ __device__ inline int lane_row() {
 __device__ inline int lane_column() {
     return threadIdx.x % 4 * 2;
 }
+// Where in a tile, whose pieces of 8 elements are swizzled (wgmma.cuh), the two of them lie that are `half`
+// times 8 rows and n times 8 columns further.
+__device__ inline int place_in_tile(int half, int n) {
+    const int row = lane_row();
+    return (row + half * 8) * kHeadSize + (n ^ row % 8) * 8 + lane_column();
+}
 
 // scores (64,64) = owned[0] * streamed[0]^T and dscores = owned[1] * streamed[1]^T, a batch (wgmma
 // group) each.
@@ -228,15 +234,13 @@ __device__ inline void to_factors(uint32_t (&factors)[4][4], const float (&sums)
     }
 }
 
-// Leaves a result times `factor` in a tile, whose pieces of 8 elements are swizzled (wgmma.cuh).
+// Leaves a result times `factor` in a tile.
 __device__ inline void store_tile(bf16* tile, const float (&sums)[32], float factor) {
-    const int row = lane_row();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            *reinterpret_cast<uint32_t*>(tile + (row + half * 8) * kHeadSize + (n ^ row % 8) * 8 +
-                                         lane_column()) =
+            *reinterpret_cast<uint32_t*>(tile + place_in_tile(half, n)) =
                 two_halves(sums[4 * n + 2 * half] * factor, sums[4 * n + 2 * half + 1] * factor);
         }
     }
@@ -249,7 +253,7 @@ __device__ inline void store_tile(bf16* tile, const float (&sums)[32], float fac
 // waits once more at the end. At named barrier 1 + kGroup warpgroup kGroup waits (bar.sync) and the
 // one before it arrives without waiting (bar.arrive); 0 is that of __syncthreads. Three warpgroups,
 // as for queries, are slower with a baton than without.
-template <int kGroup, int kGroups>
+template <int kGroup>
 __device__ inline void wait_for_baton() {
     asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(2 * kGroupThreads) : "memory");
 }
@@ -340,7 +344,7 @@ __device__ void run_keys(KeyMemory& shared, const Shape& shape) {
         for (; tile < min(own, tiles); ++tile, ++turn.n) {  // none of its queries sees the keys
             turn.wait(shared);
             Turn::release(shared, turn.n);
-            wait_for_baton<kGroup, kGroups>();
+            wait_for_baton<kGroup>();
             pass_baton<kGroup, kGroups>();
         }
         if (own < tiles) {
@@ -353,7 +357,7 @@ __device__ void run_keys(KeyMemory& shared, const Shape& shape) {
                 there = turn.next_is_there(shared);
                 device::wait_for_products<1>(scores);
                 if (tile > own) Turn::release(shared, turn.n - 1);
-                wait_for_baton<kGroup, kGroups>();
+                wait_for_baton<kGroup>();
                 float p[32];
                 exponentials_by_column(p, scores, log2_scale, shared.row_values[stage][0] + column);
                 if (tile == own) drop_later_keys<true>(p, row, column);
@@ -376,18 +380,17 @@ __device__ void run_keys(KeyMemory& shared, const Shape& shape) {
         }
         leave_results(shared, slot);
     }
-    if (kGroup == 0) wait_for_baton<kGroup, kGroups>();  // the last pass meets its wait
+    if (kGroup == 0) wait_for_baton<kGroup>();  // the last pass meets its wait
 }
 
 // sums = for each of this lane's two rows, the sum of products of two tiles' elements.
 __device__ inline void multiply_rows(float (&sums)[2], const bf16* a, const bf16* b) {
-    const int row = lane_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const int at = (row + half * 8) * kHeadSize + (n ^ row % 8) * 8 + lane_column();
+            const int at = place_in_tile(half, n);
             const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(a + at));
             const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(b + at));
             sum = fmaf(x.x, y.x, sum);

@@ -174,11 +174,7 @@ void add_backward(fe::graph::Graph& graph, const Shape& shape) {
 // name says k24=7: on an H200, for heads of 64, cuDNN 9.14's first takes 0.322 ms and that one, its
 // second, 0.297 (B 64, T 1024, 12 heads). 9.19 has it first.
 bool prefers_k24_7(Pass pass, const Shape& shape) {
-    int device = 0, major = 0, minor = 0;
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    return pass == Pass::kForward && shape.HS == 64 && major == 9 && minor == 0;
+    return pass == Pass::kForward && shape.HS == 64 && compute_capability() == "9.0";
 }
 
 // Nothing is timed, so that each rank and run takes the same kernel.

@@ -168,29 +168,30 @@ def test_an_architecture_with_a_dot_is_the_one_without(toolkit: list[str]) -> No
 NVCC = shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 
 
+def compile_hopper(folder: Path, arch: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """nvcc, with the backward pass that is for Hopper."""
+    source = folder / "hopper.cu"
+    source.write_text('#include "llmc/attention_hopper.cuh"\n'
+                      "auto* use = &llmc::attention_hopper::backward<llmc::bf16>;\n")
+    command = [str(NVCC), "-std=c++17", f"-I{REPO_ROOT}", "-DLLMC_BF16", f"-arch=sm_{arch}",
+               "-cubin", *more, "-o", str(folder / "hopper.cubin"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("arch", ["80", "100"])
 def test_kernels_for_hopper_compile_for_gpus_before_and_after_it(tmp_path: Path, arch: str) -> None:
     """Those with wgmma have no body there."""
-    source = tmp_path / "hopper.cu"
-    source.write_text('#include "llmc/attention_hopper.cuh"\n'
-                      "auto* use = &llmc::attention_hopper::backward<llmc::bf16>;\n")
-    command = [NVCC, "-std=c++17", f"-I{REPO_ROOT}", "-DLLMC_BF16", f"-arch=sm_{arch}", "-cubin",
-               "-o", str(tmp_path / "hopper.cubin"), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0 and not result.stderr, result.stderr
+    result = compile_hopper(tmp_path, arch)
+    assert not result.stderr, result.stderr
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_ptxas_lets_products_of_hopper_run_beside_the_rest(tmp_path: Path) -> None:
     """C7510 to C7519 say that it puts them one after the other; nothing fails but the speed."""
-    source = tmp_path / "hopper.cu"
-    source.write_text('#include "llmc/attention_hopper.cuh"\n'
-                      "auto* use = &llmc::attention_hopper::backward<llmc::bf16>;\n")
-    command = [NVCC, "-std=c++17", f"-I{REPO_ROOT}", "-DLLMC_BF16", "-arch=sm_90a", "-cubin",
-               "-Xptxas", "-v", "-o", str(tmp_path / "hopper.cubin"), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = compile_hopper(tmp_path, "90a", "-Xptxas", "-v")
     assert result.stderr.count("bytes spill stores") == 2, result.stderr
     assert result.stderr.count(" 0 bytes spill stores") == 2, result.stderr
     assert "(C75" not in result.stderr, result.stderr

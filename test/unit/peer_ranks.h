@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <future>
+#include <initializer_list>
 #include <memory>
 #include <set>
 #include <string>
@@ -130,6 +131,16 @@ inline void close_all(std::vector<PeersPointer>* peers) {
         closings.push_back(std::async(std::launch::async, [&one] { one->close(); }));
     }
     for (std::future<void>& closing : closings) closing.get();
+}
+
+// All these come together, and part again.
+inline void expect_start(std::initializer_list<std::future<Outcome>*> futures) {
+    std::vector<PeersPointer> all;
+    for (std::future<Outcome>* future : futures) {
+        all.push_back(future->get().peers);
+        ASSERT_NE(all.back(), nullptr);
+    }
+    close_all(&all);
 }
 
 inline int free_port() {

@@ -229,12 +229,7 @@ TEST(Peers, AStrangerCannotDecline) {
     EXPECT_TRUE(decline(server.port(), info(2, 4), "x").get());
     EXPECT_TRUE(decline(server.port(), info(1, 3), "x").get());
     std::future<Outcome> two = join(server.port(), info(2, 3));
-    std::vector<PeersPointer> all;
-    for (auto* future : {&zero, &one, &two}) {
-        all.push_back(future->get().peers);
-        ASSERT_NE(all.back(), nullptr);
-    }
-    close_all(&all);
+    expect_start({&zero, &one, &two});
 }
 
 TEST(Peers, AnEmptyWordIsNotOne) {
@@ -289,12 +284,7 @@ TEST(Peers, AWordOfAnEarlierStartDoesNotEndTheNextOne) {
     const StartTiming earlier = began_ago(kOneStartSeconds + 1);
     EXPECT_TRUE(decline(server.port(), info(2, 3), "rank 2: -b 0", kLong, earlier).get());
     std::future<Outcome> two = join(server.port(), info(2, 3));
-    std::vector<PeersPointer> all;
-    for (auto* future : {&zero, &one, &two}) {
-        all.push_back(future->get().peers);
-        ASSERT_NE(all.back(), nullptr);
-    }
-    close_all(&all);
+    expect_start({&zero, &one, &two});
 }
 
 TEST(Peers, ARankZeroThatDeclinesLeavesItsPlaceToTheNext) {
@@ -381,12 +371,7 @@ TEST(Peers, StrangersAreToldWhyAndDoNoHarm) {
               "rank 0 refused this process, rank 1 from 127.0.0.1: rank 1 is here already, from "
               "127.0.0.1; give every process a rank of its own");
     std::future<Outcome> two = join(port, info(2, 4)), three = join(port, info(3, 4));
-    std::vector<PeersPointer> all;
-    for (auto* future : {&zero, &one, &two, &three}) {
-        all.push_back(future->get().peers);
-        ASSERT_NE(all.back(), nullptr);
-    }
-    close_all(&all);
+    expect_start({&zero, &one, &two, &three});
 }
 
 TEST(Peers, RefusalIsNamedWhenAMissingRankIsTheReason) {
@@ -462,12 +447,7 @@ TEST(Peers, KilledAndRestartedRankTakesItsPlace) {
     say_hello(server.port(), 1, 3);
     std::future<Outcome> one = join(server.port(), info(1, 3)),
                          two = join(server.port(), info(2, 3));
-    std::vector<PeersPointer> all;
-    for (auto* future : {&zero, &one, &two}) {
-        all.push_back(future->get().peers);
-        ASSERT_NE(all.back(), nullptr);
-    }
-    close_all(&all);
+    expect_start({&zero, &one, &two});
 }
 
 TEST(Peers, RestartedRankTakesItsPlaceAlsoWhenBothCallsWaitTogether) {
