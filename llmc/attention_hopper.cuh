@@ -35,6 +35,7 @@
 #include "llmc/cuda_utils.cuh"
 #include "llmc/precision.h"
 #include "llmc/wgmma.cuh"
+#include "llmc/work_counters.h"
 
 namespace llmc::attention_hopper {
 
@@ -664,7 +665,7 @@ inline Shape make_shape(int B, int T, int NH) {
 
 // Bytes of scratch, of which every element is written before it is read.
 inline size_t scratch_bytes(int B, int T, int NH) {
-    return 2 * make_shape(B, T, NH).rows() * sizeof(float) + 2 * sizeof(int);
+    return 2 * make_shape(B, T, NH).rows() * sizeof(float);
 }
 
 // As attention_backward (launchers.h) for types and shapes that takes() names. Throws Error for
@@ -678,7 +679,7 @@ void backward(X* dqkv, const X* dout, const X* qkv, const X* out, const float* l
         const Shape shape = make_shape(B, T, NH);
         const RowValues values{static_cast<float*>(scratch),
                                static_cast<float*>(scratch) + shape.rows()};
-        int* const taken = static_cast<int*>(scratch) + 2 * shape.rows();
+        int* const taken = static_cast<int*>(work_counters().take());
         if (static_cast<size_t>(B) * NH * T > INT_MAX / 8) {
             throw Error(format(
                 "attention_backward: B %d, T %d and NH %d are too many for one launch", B, T, NH));

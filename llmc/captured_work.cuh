@@ -6,7 +6,7 @@
 // before the next one on the device. Instead a stream can be told to record what is queued on it (to
 // capture it) without running it; the record is a graph, which one call launches as a whole, with
 // shorter gaps. That counts where micro-batches are small. The same kernels run in the same order, so
-// the bits are the same.
+// the bits are the same; only the fills that set kernels' counters to zero become one (work_counters.h).
 //
 // A graph repeats its kernels with the arguments of the capture: the same pointers, sizes and numbers.
 // What differs from one run to the next must be read from device memory (a micro-batch's tokens are
@@ -16,6 +16,7 @@
 #include <map>
 
 #include "llmc/cuda_common.h"
+#include "llmc/work_counters.h"
 
 namespace llmc {
 
@@ -39,20 +40,23 @@ cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
     // Other threads go on allocating page-locked memory and asking for events.
     cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    bool capturing = true;
     try {
+        const size_t taken = work_counters().taken();
         queue();
+        capturing = false;
+        cuda_check(cudaStreamEndCapture(stream, &graph));
+        zero_counters_once(graph, work_counters().taken() - taken);
+        cuda_check(cudaGraphInstantiate(&ready, graph, 0));
     } catch (...) {
         // The first error counts: these calls only clean up, and fail when it was CUDA's.
-        cudaStreamEndCapture(stream, &graph);
+        if (capturing) cudaStreamEndCapture(stream, &graph);
         if (graph != nullptr) cudaGraphDestroy(graph);
         cudaGetLastError();
         throw;
     }
-    cuda_check(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t ready = nullptr;
-    const cudaError_t status = cudaGraphInstantiate(&ready, graph, 0);
     cuda_check(cudaGraphDestroy(graph));
-    cuda_check(status);
     return ready;
 }
 #endif

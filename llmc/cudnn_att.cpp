@@ -17,6 +17,7 @@
 #include <unordered_map>
 
 #include "llmc/cuda_common.h"
+#include "llmc/work_counters.h"
 
 #ifndef NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #error "compile with -DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING"
@@ -216,6 +217,10 @@ Plan& find_plan(Pass pass, const Shape& shape) {
 
 void execute(Plan& plan, Pass pass, const Shape& shape, std::unordered_map<int64_t, void*> pointers,
              void* workspace, cudaStream_t stream) {
+    // So small a workspace is the counter of a kernel.
+    if (plan.workspace_bytes > 0 && plan.workspace_bytes <= WorkCounters::kBytes) {
+        workspace = work_counters().take();
+    }
     const cudnnHandle_t handle = library().handle;
     const cudnnStatus_t status = fe::detail::set_stream(handle, stream);
     if (status != CUDNN_STATUS_SUCCESS) {

@@ -17,6 +17,7 @@
 #include "llmc/rng.h"
 #include "llmc/sampler.h"
 #include "llmc/step_state_init.h"
+#include "llmc/work_counters.h"
 
 namespace llmc {
 
@@ -282,6 +283,7 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     detail::plan_activations(model);
     memory.add("scratch", "of the kernels", &model->acts.scratch, detail::scratch_bytes(*model));
     matmul_plan_workspace(&memory);
+    if (!kDeviceIsHost) work_counters().plan_memory(&memory);
     memory.add("step", "losses, norms, tables", &model->step_state, 1);
     memory.add("step", "losses, norms, tables", &model->own_sums, model->num_sums);
     if (multi_gpu.num_processes > 1) {
@@ -389,6 +391,7 @@ inline void gpt2_free(GPT2* model) {
     cudaFreeHost(model->host_stop);
     for (cudaEvent_t event : model->gathered) cudaEventDestroy(event);
     matmul_forget_workspace();
+    work_counters().forget_memory();
     model->main_stream = nullptr;
 }
 

@@ -43,6 +43,7 @@
 #include "llmc/memory_plan.h"
 #include "llmc/nvtx_range.cuh"
 #include "llmc/precision.h"
+#include "llmc/work_counters.h"
 
 namespace llmc {
 
@@ -81,6 +82,7 @@ struct Product {
     cublasLtMatmulAlgo_t algo{};
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;  // else the library has no algorithm
     bool tuned = false;                             // the algorithm is the table's
+    size_t workspace_bytes = 0;                     // that the algorithm needs
 };
 
 // What lasts from product to product. The workspace serves one stream at a time.
@@ -158,8 +160,10 @@ inline bool take_tuned(CublasLt& lt, const TunedProduct& row, Product* product) 
     cublasLtMatmulAlgo_t algo;
     static_assert(sizeof(algo.data) == sizeof(row.algorithm), "another cublasLtMatmulAlgo_t");
     std::copy(row.algorithm.begin(), row.algorithm.end(), algo.data);
-    if (!workspace_of(lt, *product, algo)) return false;
+    const std::optional<size_t> workspace_bytes = workspace_of(lt, *product, algo);
+    if (!workspace_bytes) return false;
     product->algo = algo;
+    product->workspace_bytes = *workspace_bytes;
     product->tuned = true;
     return true;
 }
@@ -170,7 +174,9 @@ inline void choose_algorithm(CublasLt& lt, const ProductKey& key, Product* produ
     if (row != nullptr && take_tuned(lt, *row, product)) return;
     std::vector<cublasLtMatmulHeuristicResult_t> found(1);
     product->status = heuristic_algorithms(lt, key, *product, CublasLt::kWorkspaceBytes, &found);
-    if (product->status == CUBLAS_STATUS_SUCCESS) product->algo = found[0].algo;
+    if (product->status != CUBLAS_STATUS_SUCCESS) return;
+    product->algo = found[0].algo;
+    product->workspace_bytes = found[0].workspaceSize;
 }
 
 inline cublasLtEpilogue_t library_epilogue(const ProductKey& key) {
@@ -253,6 +259,23 @@ ProductKey complete(ProductKey key, bool bias, bool aligned) {
     return key;
 }
 
+struct Workspace {
+    void* memory;
+    size_t bytes;
+};
+
+// For one launch of a product: a counter of its own, where that is all it needs.
+inline Workspace workspace_for(CublasLt& lt, const Product& product) {
+    if (product.workspace_bytes > 0 && product.workspace_bytes <= WorkCounters::kBytes) {
+        return {work_counters().take(), WorkCounters::kBytes};
+    }
+    if (lt.workspace != nullptr) return {lt.workspace, CublasLt::kWorkspaceBytes};
+    if (lt.own_workspace.get() == nullptr) {
+        lt.own_workspace = DeviceBuffer<unsigned char>(CublasLt::kWorkspaceBytes);
+    }
+    return {lt.own_workspace.get(), CublasLt::kWorkspaceBytes};
+}
+
 // d (m,n) = op(a) op(b) + bias (m), or d += op(a) op(b), as cuBLASLt has them, then key.epilogue,
 // which writes or reads aux (m,n). bias may be null. Returns false, and nothing is done, when the
 // library has no algorithm with this epilogue.
@@ -268,21 +291,15 @@ bool multiply(D* d, const floatX* a, const floatX* b, const floatX* bias, Produc
                            cublasLtGetVersion(), key.m, key.n, key.k, kPrecisionName,
                            cublasLtGetStatusString(product.status)));
     }
-    unsigned char* workspace = lt.workspace;
-    if (workspace == nullptr) {
-        if (lt.own_workspace.get() == nullptr) {
-            lt.own_workspace = DeviceBuffer<unsigned char>(CublasLt::kWorkspaceBytes);
-        }
-        workspace = lt.own_workspace.get();
-    }
     if (key.bias) set_attribute(product.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (key.epilogue != Epilogue::kNone) {
         set_attribute(product.desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
     }
     const float alpha = 1.0f, beta = key.accumulate ? 1.0f : 0.0f;
+    const Workspace workspace = workspace_for(lt, product);
     cublas_check(cublasLtMatmul(lt.handle, product.desc, &alpha, a, product.a, b, product.b, &beta,
-                                d, product.d, d, product.d, &product.algo, workspace,
-                                CublasLt::kWorkspaceBytes, stream));
+                                d, product.d, d, product.d, &product.algo, workspace.memory,
+                                workspace.bytes, stream));
     return true;
 }
 

@@ -1,0 +1,166 @@
+// Counters by which the blocks of a kernel share out its work, and how a graph sets them to zero.
+//
+// A kernel with more tiles than the GPU has multiprocessors may have its blocks stay, and each take its
+// next tile by adding 1 to an integer in device memory, which must be 0 when the kernel begins. Our
+// attention for Hopper does so, and so do kernels of cuBLASLt and cuDNN: the few bytes of workspace that
+// these ask for are their counter. It is set to zero by a fill in front of each launch, and that is what
+// costs: on an H200 two kernels follow one another within half a microsecond, with a fill of four bytes
+// between them within six.
+//
+// So each launch is given a counter that no other launch uses for a long while. A graph can then do with
+// one fill of all counters, before everything else in it: zero_counters_once() takes the others out.
+// Where the memory of a counter lies changes no bit. One stream at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "llmc/cuda_common.h"
+#include "llmc/memory_plan.h"
+
+namespace llmc {
+
+class WorkCounters {
+  public:
+    // Of one counter: 256-byte aligned, as libraries want their workspaces.
+    static constexpr size_t kBytes = 256;
+    // A micro-step has ten launches with counters a layer.
+    static constexpr size_t kCount = 1024;
+
+    // The next counter, not zeroed. It comes again after kCount calls. Allocates memory at the first
+    // call where no plan has.
+    void* take() { return area() + taken_++ % kCount * kBytes; }
+
+    // How often take() was called.
+    size_t taken() const { return taken_; }
+
+    // Whether `bytes` bytes from `pointer` on are of one counter.
+    bool hold(const void* pointer, size_t bytes) const {
+        const auto place = reinterpret_cast<uintptr_t>(pointer);
+        const auto begin = reinterpret_cast<uintptr_t>(planned_ != nullptr ? planned_ : own_.get());
+        return begin != 0 && place >= begin && place < begin + kCount * kBytes && bytes > 0 &&
+               (place - begin) % kBytes + bytes <= kBytes;
+    }
+
+    unsigned char* area() {
+        if (planned_ != nullptr) return planned_;
+        if (own_.get() == nullptr) own_ = DeviceBuffer<unsigned char>(kCount * kBytes);
+        return own_.get();
+    }
+
+    // Has the plan allocate the memory; it must not go before forget_memory().
+    void plan_memory(MemoryPlan* memory) {
+        memory->add("scratch", "counters of kernels", &planned_, kCount * kBytes);
+    }
+    void forget_memory() { planned_ = nullptr; }
+
+  private:
+    unsigned char* planned_ = nullptr;
+    DeviceBuffer<unsigned char> own_;
+    size_t taken_ = 0;
+};
+
+inline WorkCounters& work_counters() {
+    static WorkCounters* instance = new WorkCounters;  // never deleted: CUDA may be gone before it
+    return *instance;
+}
+
+#ifndef LLMC_CPU
+namespace detail {
+
+// What a query that fills `nodes` (size `count`) gives; called once for the number.
+template <class Query>
+std::vector<cudaGraphNode_t> graph_nodes(Query&& query) {
+    size_t count = 0;
+    cuda_check(query(nullptr, &count));
+    std::vector<cudaGraphNode_t> nodes(count);
+    if (count > 0) cuda_check(query(nodes.data(), &count));
+    return nodes;
+}
+
+// CUDA 13 has what lies on edges among the arguments. Fills have plain edges, and all of ours are.
+inline std::vector<cudaGraphNode_t> nodes_before(cudaGraphNode_t node) {
+    return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
+#if CUDART_VERSION >= 13000
+        return cudaGraphNodeGetDependencies(node, nodes, nullptr, count);
+#else
+        return cudaGraphNodeGetDependencies(node, nodes, count);
+#endif
+    });
+}
+inline std::vector<cudaGraphNode_t> nodes_after(cudaGraphNode_t node) {
+    return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
+#if CUDART_VERSION >= 13000
+        return cudaGraphNodeGetDependentNodes(node, nodes, nullptr, count);
+#else
+        return cudaGraphNodeGetDependentNodes(node, nodes, count);
+#endif
+    });
+}
+inline void add_edge(cudaGraph_t graph, cudaGraphNode_t from, cudaGraphNode_t to) {
+#if CUDART_VERSION >= 13000
+    cuda_check(cudaGraphAddDependencies(graph, &from, &to, nullptr, 1));
+#else
+    cuda_check(cudaGraphAddDependencies(graph, &from, &to, 1));
+#endif
+}
+
+// The address that a node sets to zero, when that is a counter; else null.
+inline void* counter_zeroed_by(cudaGraphNode_t node) {
+    cudaGraphNodeType type;
+    cuda_check(cudaGraphNodeGetType(node, &type));
+    if (type != cudaGraphNodeTypeMemset) return nullptr;
+    cudaMemsetParams fill{};
+    cuda_check(cudaGraphMemsetNodeGetParams(node, &fill));
+    const bool zero = fill.value == 0 && fill.height == 1;
+    return zero && work_counters().hold(fill.dst, fill.width * fill.elementSize) ? fill.dst
+                                                                                 : nullptr;
+}
+
+}  // namespace detail
+
+// Takes the fills of counters out of `graph`, which was captured from one stream, and lets one fill of
+// all counters come before everything else. `taken`: how many counters were taken meanwhile. Returns how
+// many fills are gone; 0, and nothing is done, when some launches had to share a counter.
+inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
+    if (taken > WorkCounters::kCount) return 0;
+    const auto all = detail::graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
+        return cudaGraphGetNodes(graph, nodes, count);
+    });
+    std::vector<cudaGraphNode_t> fills;
+    std::vector<void*> counters;
+    for (const cudaGraphNode_t node : all) {
+        if (void* counter = detail::counter_zeroed_by(node)) {
+            fills.push_back(node);
+            counters.push_back(counter);
+        }
+    }
+    std::sort(counters.begin(), counters.end());
+    const bool twice = std::adjacent_find(counters.begin(), counters.end()) != counters.end();
+    if (fills.empty() || twice) return 0;
+    for (const cudaGraphNode_t fill : fills) {
+        for (const cudaGraphNode_t before : detail::nodes_before(fill)) {
+            for (const cudaGraphNode_t after : detail::nodes_after(fill)) {
+                detail::add_edge(graph, before, after);
+            }
+        }
+        cuda_check(cudaGraphDestroyNode(fill));
+    }
+    const auto first = detail::graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
+        return cudaGraphGetRootNodes(graph, nodes, count);
+    });
+    cudaMemsetParams everything{};
+    everything.dst = work_counters().area();
+    everything.elementSize = sizeof(unsigned);
+    everything.width = WorkCounters::kCount * WorkCounters::kBytes / sizeof(unsigned);
+    everything.height = 1;
+    cudaGraphNode_t fill = nullptr;
+    cuda_check(cudaGraphAddMemsetNode(&fill, graph, nullptr, 0, &everything));
+    for (const cudaGraphNode_t node : first) detail::add_edge(graph, fill, node);
+    return fills.size();
+}
+#endif
+
+}  // namespace llmc
