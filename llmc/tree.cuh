@@ -72,12 +72,12 @@ __global__ void __launch_bounds__(kTreeThreads)
             for (int j = 0; j < kTreeVectors; ++j) {
                 const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
                 a[j] = load128_streaming(range.a + k);
-                b[j] = load128_streaming(range.b + k);
+                b[j] = load128(range.b + k);
             }
 #pragma unroll
             for (int j = 0; j < kTreeVectors; ++j) {
                 const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
-                store128_streaming(range.out + k, tree_node(a[j], b[j]));
+                store128(range.out + k, tree_node(a[j], b[j]));
             }
             continue;
         }
