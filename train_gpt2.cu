@@ -352,12 +352,14 @@ void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gp
     multi_gpu_sum_doubles(model->step_sums, model->own_sums, model->num_sums, multi_gpu, stream);
     decide_step(model->step_state, model->micro_losses(), model->plan.num_micro_batches,
                 model->chunk_sums(), model->num_chunks, model->rules, stream);
-    // The host learns of the decision while AdamW still runs.
-    cuda_check(cudaMemcpyAsync(model->host_state, model->step_state, sizeof(StepState),
-                               cudaMemcpyDeviceToHost, stream));
-    cuda_check(cudaMemcpyAsync(model->host_stop + 1, model->stop(), sizeof(double),
-                               cudaMemcpyDeviceToHost, stream));
+    // The host learns of the decision beside AdamW, which does not wait for these copies.
     cuda_check(cudaEventRecord(model->decided, stream));
+    cuda_check(cudaStreamWaitEvent(model->copy_stream, model->decided, 0));
+    cuda_check(cudaMemcpyAsync(model->host_state, model->step_state, sizeof(StepState),
+                               cudaMemcpyDeviceToHost, model->copy_stream));
+    cuda_check(cudaMemcpyAsync(model->host_stop + 1, model->stop(), sizeof(double),
+                               cudaMemcpyDeviceToHost, model->copy_stream));
+    cuda_check(cudaEventRecord(model->decided, model->copy_stream));
     if (model->gathered.empty()) {
         adamw_update(model->adamw_segments, static_cast<int>(model->num_segments),
                      model->max_segment, model->adamw, inputs, model->step_state, stream);
