@@ -2,13 +2,14 @@
 // usual models, and writes the table that the trainer is compiled with (llmc/matmul_table.h).
 //
 // For each product the heuristic is asked for its candidates with the trainer's own limits, and their
-// neighbours, which it does not name, are tried too. They run in turns on random data, are dropped as
-// they fall behind, and what is left is ordered by the median time. Long products put a GPU at its
-// power limit, where the one that needs less energy runs at a higher clock: of these the best ones run
-// once more, each for a while without a pause, and those times decide. The fastest ones are checked:
-// the same bits in every run, whatever the workspace holds and wherever it lies; the numbers of the
-// heuristic's first; and on whole numbers, where every sum is exact, the one right rounding. Products go by their share of a training step, the longest first,
-// and the table is written after each, so that a run that is stopped is worth what it has done.
+// neighbours, which it does not name, are tried too. They run in turns on random data and in CUDA graphs,
+// as in training, are dropped as they fall behind, and what is left is ordered by the median time.
+// Training puts a GPU at its power limit, where the one that needs less energy runs at a higher clock: so
+// the best ones run once more, each for a while without a pause, and those times decide. The fastest ones
+// are checked: the same bits in every run, whatever the workspace holds and wherever it lies; the numbers
+// of the heuristic's first; and on whole numbers, where every sum is exact, the one right rounding.
+// Products go by their share of a training step, the longest first, and the table is written after each,
+// so that a run that is stopped is worth what it has done.
 
 #include <algorithm>
 #include <chrono>
@@ -26,6 +27,7 @@
 #include "dev/tune_product.cuh"
 #include "dev/tune_table.h"
 #include "llmc/atomic_file.h"
+#include "llmc/captured_work.cuh"
 #include "llmc/model_name.h"
 
 namespace llmc::tuning {
@@ -37,8 +39,7 @@ constexpr const char* kUsage =
     "  --seconds S         start no product after S seconds (default 600)\n"
     "  --candidates N      ask the heuristic for N algorithms (default 32)\n"
     "  --neighbours 0|1    try other settings of its algorithms, too (default 1)\n"
-    "  --sustained MS      run the best ones of a long product MS milliseconds each without a "
-    "pause,\n"
+    "  --sustained MS      run the best ones of a product MS milliseconds each without a pause,\n"
     "                      as the GPU's power limit has it (default 300; 0: do not)\n"
     "  --model NAME:B[:T]  tune the products of this model at this batch, T tokens long (default\n"
     "                      1024); may be repeated (default d12:64 d12:4 d24:32 d48:16)\n"
@@ -245,7 +246,7 @@ class Event {
     ~Event() {
         if (event_ != nullptr) cudaEventDestroy(event_);
     }
-    void record() const { cuda_check(cudaEventRecord(event_, nullptr)); }
+    void record(cudaStream_t stream) const { cuda_check(cudaEventRecord(event_, stream)); }
     double microseconds_since(const Event& start) const {
         float ms = 0.0f;
         cuda_check(cudaEventElapsedTime(&ms, start.event_, event_));
@@ -254,6 +255,26 @@ class Event {
 
   private:
     cudaEvent_t event_ = nullptr;
+};
+
+// Several launches of a product, as the trainer has them: in a CUDA graph.
+class ProductGraph {
+  public:
+    ProductGraph(Workbench& bench, const Candidate& candidate, int times, cudaStream_t stream)
+        : graph_(capture_graph(stream, [&] {
+              for (int i = 0; i < times; ++i) {
+                  cublas_check(bench.launch_as_in_training(candidate.algorithm, candidate.workspace,
+                                                           i % bench.copies(), stream));
+              }
+          })) {}
+    ProductGraph(ProductGraph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
+    ~ProductGraph() {
+        if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+    }
+    void launch(cudaStream_t stream) const { cuda_check(cudaGraphLaunch(graph_, stream)); }
+
+  private:
+    cudaGraphExec_t graph_;
 };
 
 class Stopwatch {
@@ -269,6 +290,10 @@ class Stopwatch {
     // up to `margin` longer than the fastest.
     void run(double margin) {
         screen();
+        for (const Candidate& candidate : candidates_) {
+            graphs_.emplace_back();
+            if (candidate.running) graphs_.back().emplace(bench_, candidate, repeats_, stream());
+        }
         constexpr int kRounds = 20, kLeastRounds = 3;
         for (int round = 1; round <= kRounds; ++round) {
             if (round > kLeastRounds && now() > deadline_) break;
@@ -283,15 +308,29 @@ class Stopwatch {
     // sustained times. The first third of such a run has no part in its time: until then the clock is
     // what the one before has left.
     void run_sustained(std::vector<Candidate*> candidates, int ms) {
+        // Graphs so long that what lies between two of them does not count.
+        constexpr double kGraphMicroseconds = 4000.0;
+        constexpr int kMostLaunches = 256;
         std::shuffle(candidates.begin(), candidates.end(), shuffle_);
-        if (!candidates.empty()) repeat_for(*candidates[0], ms);  // for the one that comes first
-        for (Candidate* candidate : candidates) {
-            repeat_for(*candidate, ms / 3);
-            starts_[0].record();
-            const int times = repeat_for(*candidate, ms - ms / 3);
-            ends_[0].record();
+        if (!candidates.empty()) candidates.insert(candidates.begin(), candidates[0]);
+        for (size_t i = 0; i < candidates.size(); ++i) {
+            Candidate& candidate = *candidates[i];
+            const double once = candidate.median();
+            const int launches =
+                std::clamp(static_cast<int>(kGraphMicroseconds / once), 1, kMostLaunches);
+            const ProductGraph graph(bench_, candidate, launches, stream());
+            const auto repeat_for = [&](double milliseconds) {
+                const int times = static_cast<int>(1e3 * milliseconds / (launches * once)) + 1;
+                for (int k = 0; k < times; ++k) graph.launch(stream());
+                return times * launches;
+            };
+            repeat_for(ms / 3.0);
+            starts_[0].record(stream());
+            const int times = repeat_for(ms / 1.5);
+            ends_[0].record(stream());
             cuda_check(cudaDeviceSynchronize());
-            candidate->sustained.push_back(ends_[0].microseconds_since(starts_[0]) / times);
+            if (i == 0) continue;  // it only warmed the GPU up for the first
+            candidate.sustained.push_back(ends_[0].microseconds_since(starts_[0]) / times);
         }
     }
 
@@ -305,7 +344,11 @@ class Stopwatch {
             Candidate& candidate = candidates_[i];
             candidate.running = i == 0 || now() < begin + 0.5 * (deadline_ - begin);
             if (!candidate.running) continue;
-            const cublasStatus_t status = bench_.launch(candidate.algorithm, 0);
+            const auto launch = [&] {
+                return bench_.launch_as_in_training(candidate.algorithm, candidate.workspace, 0,
+                                                    stream());
+            };
+            const cublasStatus_t status = launch();
             const cudaError_t error = cudaDeviceSynchronize();
             if (error != cudaSuccess) {
                 throw Error(
@@ -316,9 +359,9 @@ class Stopwatch {
                 candidate.running = false;
                 continue;
             }
-            starts_[i].record();
-            cublas_check(bench_.launch(candidate.algorithm, 0));
-            ends_[i].record();
+            starts_[i].record(stream());
+            cublas_check(launch());
+            ends_[i].record(stream());
             cuda_check(cudaDeviceSynchronize());
             const double time = ends_[i].microseconds_since(starts_[i]);
             if (i == 0 || time < fastest) fastest = time;
@@ -330,24 +373,12 @@ class Stopwatch {
         wait_ = fastest < 60.0;
     }
 
-    // Queues a candidate as often as fits into `ms` milliseconds, and returns how often.
-    int repeat_for(const Candidate& candidate, int ms) {
-        const int times = static_cast<int>(1e3 * ms / candidate.median()) + 1;
-        for (int i = 0; i < times; ++i) {
-            copy_ = (copy_ + 1) % bench_.copies();
-            cublas_check(bench_.launch(candidate.algorithm, copy_));
-        }
-        return times;
-    }
-
     void measure_all() {
         if (wait_) {
             int launches = 0;
-            for (const Candidate& candidate : candidates_) {
-                if (candidate.running) launches += repeats_;
-            }
-            constexpr long long kNanosecondsToLaunch = 8000, kLongest = 5000000;
-            wait_kernel<<<1, 1>>>(std::min(kLongest, launches * kNanosecondsToLaunch));
+            for (const Candidate& candidate : candidates_) launches += candidate.running;
+            constexpr long long kNanosecondsToLaunch = 16000, kLongest = 5000000;
+            wait_kernel<<<1, 1, 0, stream()>>>(std::min(kLongest, launches * kNanosecondsToLaunch));
             launch_check();
         }
         std::vector<size_t> order(candidates_.size());
@@ -355,12 +386,9 @@ class Stopwatch {
         std::shuffle(order.begin(), order.end(), shuffle_);
         for (const size_t i : order) {
             if (!candidates_[i].running) continue;
-            starts_[i].record();
-            for (int repeat = 0; repeat < repeats_; ++repeat) {
-                copy_ = (copy_ + 1) % bench_.copies();
-                cublas_check(bench_.launch(candidates_[i].algorithm, copy_));
-            }
-            ends_[i].record();
+            starts_[i].record(stream());
+            graphs_[i]->launch(stream());
+            ends_[i].record(stream());
         }
         cuda_check(cudaDeviceSynchronize());
         for (size_t i = 0; i < order.size(); ++i) {
@@ -384,11 +412,15 @@ class Stopwatch {
         }
     }
 
+    cudaStream_t stream() const { return stream_.get(); }
+
     Workbench& bench_;
     std::vector<Candidate>& candidates_;
     const double deadline_;
+    Stream stream_;
     std::vector<Event> starts_, ends_;
-    int repeats_ = 1, copy_ = 0;
+    std::vector<std::optional<ProductGraph>> graphs_;  // of each candidate that is running
+    int repeats_ = 1;
     bool wait_ = false;
     std::mt19937 shuffle_{42};  // the order of turns, so that nobody always follows the same one
 };
@@ -563,8 +595,8 @@ std::vector<Candidate*> fastest_of(Workbench& bench, std::vector<Candidate>& can
     };
     constexpr size_t kTried = 16, kFinalists = 6;
     keep_fastest(kTried);
-    // Shorter ones stand between launches of other kinds, which leave room below the power limit.
-    constexpr double kLongMicroseconds = 100.0;
+    // Shorter ones are those of models too small to bring a GPU to its power limit.
+    constexpr double kLongMicroseconds = 8.0;
     const double fastest = std::min(running[0]->median(), running[running.size() > 1]->median());
     if (ms == 0 || fastest < kLongMicroseconds) {
         keep_fastest(kFinalists);

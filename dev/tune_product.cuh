@@ -229,6 +229,20 @@ class Workbench {
 
     // Queues the product once, on one of the copies and with one of the two workspaces.
     cublasStatus_t launch(const cublasLtMatmulAlgo_t& algorithm, int copy, int workspace = 0) {
+        return launch(algorithm, copy,
+                      {workspace_.get() + workspace * kWorkspaceStride, CublasLt::kWorkspaceBytes},
+                      nullptr);
+    }
+
+    // As the trainer queues it: an algorithm that needs so little workspace gets a counter of its own.
+    cublasStatus_t launch_as_in_training(const cublasLtMatmulAlgo_t& algorithm,
+                                         size_t needed_workspace, int copy, cudaStream_t stream) {
+        product_.workspace_bytes = needed_workspace;
+        return launch(algorithm, copy, matmul_detail::workspace_for(lt_, product_), stream);
+    }
+
+    cublasStatus_t launch(const cublasLtMatmulAlgo_t& algorithm, int copy,
+                          matmul_detail::Workspace workspace, cudaStream_t stream) {
         using matmul_detail::set_attribute;
         const floatX* aux = aux_.get() + (aux_.count() > 0 ? copy * elements(key_) : 0);
         if (key_.bias) {
@@ -242,9 +256,8 @@ class Workbench {
         unsigned char* d = d_.get() + copy * result_bytes(key_);
         return cublasLtMatmul(lt_.handle, product_.desc, &alpha, a_.get() + copy * factor_a(key_),
                               product_.a, b_.get() + copy * factor_b(key_), product_.b, &beta, d,
-                              product_.d, d, product_.d, &algorithm,
-                              workspace_.get() + workspace * kWorkspaceStride,
-                              CublasLt::kWorkspaceBytes, nullptr);
+                              product_.d, d, product_.d, &algorithm, workspace.memory,
+                              workspace.bytes, stream);
     }
 
     // The product on copy 0, with results and workspace full of NaN before it. Throws Error when it
