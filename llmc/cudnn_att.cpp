@@ -217,10 +217,10 @@ Plan& find_plan(Pass pass, const Shape& shape) {
 
 void execute(Plan& plan, Pass pass, const Shape& shape, std::unordered_map<int64_t, void*> pointers,
              void* workspace, cudaStream_t stream) {
-    // So small a workspace is the counter of a kernel.
-    if (plan.workspace_bytes > 0 && plan.workspace_bytes <= WorkCounters::kBytes) {
-        workspace = work_counters().take();
-    }
+    // On Hopper the forward pass needs no more than a counter.
+    const bool counts = pass == Pass::kForward && plan.workspace_bytes > 0 &&
+                        plan.workspace_bytes <= WorkCounters::kBytes;
+    if (counts) workspace = work_counters().take();
     const cudnnHandle_t handle = library().handle;
     const cudnnStatus_t status = fe::detail::set_stream(handle, stream);
     if (status != CUDNN_STATUS_SUCCESS) {

@@ -266,7 +266,7 @@ struct Workspace {
 
 // For one launch of a product: a counter of its own, where that is all it needs.
 inline Workspace workspace_for(CublasLt& lt, const Product& product) {
-    if (product.workspace_bytes > 0 && product.workspace_bytes <= WorkCounters::kBytes) {
+    if (product.workspace_bytes > 0 && product.workspace_bytes <= WorkCounters::kMostFilled) {
         return {work_counters().take(), WorkCounters::kBytes};
     }
     if (lt.workspace != nullptr) return {lt.workspace, CublasLt::kWorkspaceBytes};

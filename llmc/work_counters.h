@@ -2,10 +2,10 @@
 //
 // A kernel with more tiles than the GPU has multiprocessors may have its blocks stay, and each take its
 // next tile by adding 1 to an integer in device memory, which must be 0 when the kernel begins. Our
-// attention for Hopper does so, and so do kernels of cuBLASLt and cuDNN: the few bytes of workspace that
-// these ask for are their counter. It is set to zero by a fill in front of each launch, and that is what
-// costs: on an H200 two kernels follow one another within half a microsecond, with a fill of four bytes
-// between them within six.
+// attention for Hopper does so, and so do kernels of cuBLASLt, whose 4 bytes of workspace are that integer,
+// and cuDNN's forward pass. It is set to zero by a fill in front of each launch, and that is what costs: on
+// an H200 two kernels follow one another within half a microsecond, with a fill of four bytes between them
+// within six.
 //
 // So each launch is given a counter that no other launch uses for a long while. A graph can then do with
 // one fill of all counters, before everything else in it: zero_counters_once() takes the others out.
@@ -29,6 +29,9 @@ class WorkCounters {
     // A micro-step has ten launches with counters a layer.
     static constexpr size_t kCount = 1024;
 
+    // What is larger holds more than integers to count by.
+    static constexpr size_t kMostFilled = 16;
+
     // The next counter, not zeroed. It comes again after kCount calls. Allocates memory at the first
     // call where no plan has.
     void* take() { return area() + taken_++ % kCount * kBytes; }
@@ -36,12 +39,15 @@ class WorkCounters {
     // How often take() was called.
     size_t taken() const { return taken_; }
 
-    // Whether `bytes` bytes from `pointer` on are of one counter.
-    bool hold(const void* pointer, size_t bytes) const {
+    // The counter that has the `bytes` bytes from `pointer` on, all of them; else null.
+    const void* counter_with(const void* pointer, size_t bytes) const {
+        const auto* area = planned_ != nullptr ? planned_ : own_.get();
         const auto place = reinterpret_cast<uintptr_t>(pointer);
-        const auto begin = reinterpret_cast<uintptr_t>(planned_ != nullptr ? planned_ : own_.get());
-        return begin != 0 && place >= begin && place < begin + kCount * kBytes && bytes > 0 &&
-               (place - begin) % kBytes + bytes <= kBytes;
+        const auto begin = reinterpret_cast<uintptr_t>(area);
+        if (area == nullptr || place < begin || place >= begin + kCount * kBytes) return nullptr;
+        const size_t within = (place - begin) % kBytes;
+        const bool fits = bytes <= kMostFilled && within + bytes <= kBytes;
+        return fits ? area + (place - begin - within) : nullptr;
     }
 
     unsigned char* area() {
@@ -107,16 +113,15 @@ inline void add_edge(cudaGraph_t graph, cudaGraphNode_t from, cudaGraphNode_t to
 #endif
 }
 
-// The address that a node sets to zero, when that is a counter; else null.
-inline void* counter_zeroed_by(cudaGraphNode_t node) {
+// The counter that a node sets to zero, or null when it does something else.
+inline const void* counter_zeroed_by(cudaGraphNode_t node) {
     cudaGraphNodeType type;
     cuda_check(cudaGraphNodeGetType(node, &type));
     if (type != cudaGraphNodeTypeMemset) return nullptr;
     cudaMemsetParams fill{};
     cuda_check(cudaGraphMemsetNodeGetParams(node, &fill));
-    const bool zero = fill.value == 0 && fill.height == 1;
-    return zero && work_counters().hold(fill.dst, fill.width * fill.elementSize) ? fill.dst
-                                                                                 : nullptr;
+    if (fill.value != 0 || fill.height != 1) return nullptr;
+    return work_counters().counter_with(fill.dst, fill.width * fill.elementSize);
 }
 
 }  // namespace detail
@@ -130,9 +135,9 @@ inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
         return cudaGraphGetNodes(graph, nodes, count);
     });
     std::vector<cudaGraphNode_t> fills;
-    std::vector<void*> counters;
+    std::vector<const void*> counters;
     for (const cudaGraphNode_t node : all) {
-        if (void* counter = detail::counter_zeroed_by(node)) {
+        if (const void* counter = detail::counter_zeroed_by(node)) {
             fills.push_back(node);
             counters.push_back(counter);
         }
