@@ -268,12 +268,20 @@ inline const char* gelu_fusion_text(int level) {
 }
 
 // A flag's value as the run uses it, and as it was asked for where that is something else.
+// Whether micro-steps become CUDA graphs: where -cg wants it and attention can be part of one.
+inline bool uses_graphs(const Run& run) {
+    const ModelConfig& config = run.model.config;
+    return run.options.cuda_graphs &&
+           attention_fits_graphs(run.options.seq_len, config.channels / config.num_heads);
+}
+
 inline std::string value_in_use(const Run& run, const Flag& flag) {
     Options asked = run.options;
     asked.num_processes = run.multi_gpu.num_processes;  // -pn's, or mpirun's
     Options used = asked;
     used.zero_stage = run.multi_gpu.zero_stage;
     if (asked.gelu_fusion >= 0) used.gelu_fusion = run.model.gelu_fusion;
+    used.cuda_graphs = uses_graphs(run);
     const std::string value = flag_value(used, flag), wish = flag_value(asked, flag);
     return value == wish ? value : value + " (" + wish + " asked)";
 }
@@ -561,7 +569,7 @@ inline void start(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] {
         gpt2_allocate(&run.model, run.multi_gpu);
         run.step_upload.open();
-        run.micro_steps.enabled = run.backward_parts.enabled = run.options.cuda_graphs;
+        run.micro_steps.enabled = run.backward_parts.enabled = uses_graphs(run);
         run.batch_upload.open(&run.multi_gpu);
         set_weights(run);
     });

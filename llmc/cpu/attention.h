@@ -167,6 +167,11 @@ inline size_t attention_backward_scratch_bytes(int, int, int, int) {
     return 0;
 }
 
+// The twins' streams have no graphs.
+inline bool attention_fits_graphs(int, int) {
+    return true;
+}
+
 // Whose kernels compute attention: these, for every head size.
 inline std::string attention_backend(int, int) {
     return "own";
