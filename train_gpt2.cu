@@ -287,11 +287,15 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
         const auto queue = [&](const BackwardPart&) {
             compute();
             if (!target.step_complete) return;
-            planted_delay("LLMC_DELAY_MAIN_US", stream);
             add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
         };
+        if (target.step_complete) planted_delay("LLMC_DELAY_MAIN_US", stream);
         const BackwardPart key{target, number};
-        captured != nullptr ? captured->run(key, stream, queue) : queue(key);
+        if (captured != nullptr) {
+            captured->run(key, stream, queue);
+        } else {
+            queue(key);
+        }
         if (target.step_complete) reduce_group(model, group, multi_gpu);
     };
     part(0, [&] {

@@ -368,8 +368,11 @@ class Stopwatch {
             // A short one's time is mostly the host's.
             candidate.running = i == 0 || time < 1.6 * fastest + 30.0;
         }
-        constexpr double kLeastMicroseconds = 250.0;
-        repeats_ = std::clamp(static_cast<int>(kLeastMicroseconds / fastest), 1, 8);
+        // All copies in turn, and long enough that the memset node of a graph's counters does not count.
+        constexpr double kLeastMicroseconds = 400.0;
+        constexpr int kMostRepeats = 48;
+        repeats_ = std::clamp(static_cast<int>(kLeastMicroseconds / fastest), bench_.copies(),
+                              kMostRepeats);
         wait_ = fastest < 60.0;
     }
 
@@ -595,10 +598,10 @@ std::vector<Candidate*> fastest_of(Workbench& bench, std::vector<Candidate>& can
     };
     constexpr size_t kTried = 16, kFinalists = 6;
     keep_fastest(kTried);
-    // Shorter ones are those of models too small to bring a GPU to its power limit.
-    constexpr double kLongMicroseconds = 8.0;
+    // Those of models too small to bring a GPU to its power limit.
+    constexpr double kShortMicroseconds = 8.0;
     const double fastest = std::min(running[0]->median(), running[running.size() > 1]->median());
-    if (ms == 0 || fastest < kLongMicroseconds) {
+    if (ms == 0 || fastest < kShortMicroseconds) {
         keep_fastest(kFinalists);
         return running;
     }

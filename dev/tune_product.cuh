@@ -154,7 +154,7 @@ Difference difference(const T* result, const T* reference, size_t count) {
 }
 
 // A product, its factors and results; `copies` of them, so that a repetition does not find in the
-// cache what the one before it has left. Work goes to the default stream.
+// cache what the one before it has left. Work goes to the default stream, but for launch_as_in_training's.
 class Workbench {
   public:
     // What a product writes.
@@ -241,6 +241,7 @@ class Workbench {
         return launch(algorithm, copy, matmul_detail::workspace_for(lt_, product_), stream);
     }
 
+    // Queues the product once on `stream`, on one of the copies and with this workspace.
     cublasStatus_t launch(const cublasLtMatmulAlgo_t& algorithm, int copy,
                           matmul_detail::Workspace workspace, cudaStream_t stream) {
         using matmul_detail::set_attribute;

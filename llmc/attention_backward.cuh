@@ -255,8 +255,9 @@ LLMC_LAUNCHER std::string attention_backend(int T, int head_size) {
     return hopper ? "own, backward for Hopper" : "own";
 }
 
-// cuDNN's deterministic backward pass is launched each time: captured in a graph, that of cuDNN 9.14 read
-// outside of its memory on an H200 for heads of 16 and 32, and for heads of 64 at T 96.
+// cuDNN's deterministic backward pass is never part of a graph: captured, that of cuDNN 9.14 read outside of
+// its memory on an H200 for heads of 16 and 32, and for heads of 64 at T 96. For others it was right, but
+// nothing says for which.
 LLMC_LAUNCHER bool attention_fits_graphs([[maybe_unused]] int T, [[maybe_unused]] int head_size) {
 #ifdef LLMC_CUDNN
     if (attention_detail::cudnn_takes(T, head_size)) {

@@ -1,12 +1,12 @@
 // Work that is queued on a stream again and again, launched as one CUDA graph (CUDA programming guide,
 // "CUDA Graphs").
 //
-// The work in question is a micro-step: the forward and backward pass of one micro-batch, some 20
-// kernels a layer. Launched one by one, each kernel costs the host a few microseconds and leaves a gap
+// The work in question is a micro-step, the forward and backward pass of one micro-batch with some 20
+// kernels a layer, or a part of one. Launched one by one, each kernel costs the host a few microseconds and leaves a gap
 // before the next one on the device. Instead a stream can be told to record what is queued on it (to
 // capture it) without running it; the record is a graph, which one call launches as a whole, with
 // shorter gaps. That counts where micro-batches are small. The same kernels run in the same order, so
-// the bits are the same; only the fills that set kernels' counters to zero become one (work_counters.h).
+// the bits are the same; only the memset nodes of kernels' counters become one (work_counters.h).
 //
 // A graph repeats its kernels with the arguments of the capture: the same pointers, sizes and numbers.
 // What differs from one run to the next must be read from device memory (a micro-batch's tokens are
@@ -33,7 +33,8 @@ inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
 }
 
 #ifndef LLMC_CPU
-// What `queue()` queues on `stream`, as a graph that is ready to run; nothing runs yet. Throws Error when a
+// What `queue()` queues on `stream`, as a graph that is ready to run, with one memset node for the counters
+// of all its kernels; nothing runs yet. Throws Error when a
 // CUDA call fails, and what `queue` throws; the stream is no longer capturing then.
 template <class Queue>
 cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
@@ -64,7 +65,7 @@ cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
 // The graphs of a work that comes in several kinds, told apart by their keys: calls with equal keys queue
 // the same work. Key is any type with operator<; for micro-steps it is GradientTarget (reduction.h), which
 // says what a micro-step does to the gradients. Each key that has come twice has a graph, which is kept
-// to the end: there must be few of them.
+// to the end: they must not become more and more.
 template <class Key>
 class CapturedWork {
   public:

@@ -22,7 +22,8 @@ size_t cudnn_attention_backward_workspace_bytes(int B, int T, int NH, int HS);
 
 // Shapes and layouts as in launchers.h, HS = C / NH. lse is what cuDNN calls the softmax's
 // statistics, largest + ln(sum of exp(score - largest)), hence the same number as our own.
-// `workspace` has as many bytes as the pass asks for.
+// `workspace` has as many bytes as the pass asks for; it is not used where they are so few that they are a
+// counter of work (work_counters.h).
 void cudnn_attention_forward(bf16* out, float* lse, const bf16* qkv, void* workspace, int B, int T,
                              int NH, int HS, cudaStream_t stream);
 

@@ -151,8 +151,9 @@ struct BackwardPart {
 using CapturedBackward = CapturedWork<BackwardPart>;
 
 // Backward pass of the micro-batch whose forward pass came just before, and its loss, into micro_loss.
-// Adds up gradients as `target` says and, as each layer's become final, reduces them. Its parts become
-// graphs where `captured` is given, and `batch` then is at the same place each time.
+// Adds up gradients as `target` says and, as each layer's become final, reduces them. With `captured`,
+// where that is enabled, each part is a graph from its second time on; `batch` then is at the same place
+// each time. Without it the whole may be captured.
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
                               MultiGpuConfig* multi_gpu, CapturedBackward* captured = nullptr);
 // Puts micro_loss where the step finds it: it is the loss of micro-batch `local` (0 ... A-1) of this rank.

@@ -162,7 +162,7 @@ LLMC_LAUNCHER void attention_backward(floatX* dqkv, const floatX* dout, const fl
                                       int T, int C, int NH, cudaStream_t stream);
 LLMC_LAUNCHER size_t attention_backward_scratch_bytes(int B, int T, int C, int NH);
 
-// Not a launch: whether both may become part of a CUDA graph.
+// Not a launch: whether attention_forward and attention_backward may be captured in a CUDA graph.
 LLMC_LAUNCHER bool attention_fits_graphs(int T, int head_size);
 
 // Not a launch: whose kernels these two are for a shape, such as "cuDNN 9.14, backward own for Hopper".

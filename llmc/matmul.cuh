@@ -330,7 +330,8 @@ LLMC_LAUNCHER void matmul_allow_tf32(bool allow) {
     matmul_detail::cublaslt().tf32 = allow;
 }
 
-// Adds to a memory plan what cuBLASLt works in, which all products share. Without a plan, the first
+// Adds to a memory plan what cuBLASLt works in, which all products share that need more than a counter
+// (work_counters.h). Without a plan, the first
 // product allocates it. A plan's memory must not go before matmul_forget_workspace().
 LLMC_LAUNCHER void matmul_plan_workspace(MemoryPlan* memory) {
     memory->add("scratch", "of cuBLASLt", &matmul_detail::cublaslt().workspace,

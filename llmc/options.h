@@ -240,9 +240,8 @@ inline std::vector<Flag> numerics_flags() {
         on_off(
             "-cg", "cuda_graphs", &O::cuda_graphs, "1",
             "1: launch a micro-step as one CUDA graph, on a GPU; with several processes the last "
-            "one's backward pass as one a layer, with NCCL's calls between them. Not where "
-            "attention's "
-            "backward pass is cuDNN's. The bits are the same"),
+            "micro-step's backward pass is one graph for each layer. No graphs where cuDNN "
+            "computes attention's backward pass. The bits are the same"),
     };
 }
 

@@ -267,7 +267,6 @@ inline const char* gelu_fusion_text(int level) {
     return level == 1 ? "in the forward product" : "in the forward and in the backward product";
 }
 
-// A flag's value as the run uses it, and as it was asked for where that is something else.
 // Whether micro-steps become CUDA graphs: where -cg wants it and attention can be part of one.
 inline bool uses_graphs(const Run& run) {
     const ModelConfig& config = run.model.config;
@@ -275,6 +274,7 @@ inline bool uses_graphs(const Run& run) {
            attention_fits_graphs(run.options.seq_len, config.channels / config.num_heads);
 }
 
+// A flag's value as the run uses it, and as it was asked for where that is something else.
 inline std::string value_in_use(const Run& run, const Flag& flag) {
     Options asked = run.options;
     asked.num_processes = run.multi_gpu.num_processes;  // -pn's, or mpirun's

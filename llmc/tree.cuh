@@ -71,6 +71,8 @@ __global__ void __launch_bounds__(kTreeThreads)
 #pragma unroll
             for (int j = 0; j < kTreeVectors; ++j) {
                 const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
+                // The spare is done with; the gradient may still be in the cache, and the sum is
+                // read again by the next node or for the other ranks.
                 a[j] = load128_streaming(range.a + k);
                 b[j] = load128(range.b + k);
             }

@@ -3,13 +3,13 @@
 // A kernel with more tiles than the GPU has multiprocessors may have its blocks stay, and each take its
 // next tile by adding 1 to an integer in device memory, which must be 0 when the kernel begins. Our
 // attention for Hopper does so, and so do kernels of cuBLASLt, whose 4 bytes of workspace are that integer,
-// and cuDNN's forward pass. It is set to zero by a fill in front of each launch, and that is what costs: on
-// an H200 two kernels follow one another within half a microsecond, with a fill of four bytes between them
+// and cuDNN's forward pass. A memset in front of each launch sets it to zero, and that is what costs: on an
+// H200 two kernels follow one another within half a microsecond, with a memset of four bytes between them
 // within six.
 //
-// So each launch is given a counter that no other launch uses for a long while. A graph can then do with
-// one fill of all counters, before everything else in it: zero_counters_once() takes the others out.
-// Where the memory of a counter lies changes no bit. One stream at a time.
+// So each launch is given a counter that no other launch uses for a long while. A CUDA graph can then do
+// with one memset node for all counters, before everything else in it: zero_counters_once() takes the
+// others out. Where a counter lies decides nothing but which memory is counted in. One stream at a time.
 #pragma once
 
 #include <algorithm>
@@ -26,14 +26,14 @@ class WorkCounters {
   public:
     // Of one counter: 256-byte aligned, as libraries want their workspaces.
     static constexpr size_t kBytes = 256;
-    // A micro-step has ten launches with counters a layer.
+    // Fourteen launches a layer can have one, so that this suffices for 73 layers; the graph of a deeper
+    // model's micro-step keeps its memset nodes.
     static constexpr size_t kCount = 1024;
-
-    // What is larger holds more than integers to count by.
+    // A memset of more bytes sets something else.
     static constexpr size_t kMostFilled = 16;
 
-    // The next counter, not zeroed. It comes again after kCount calls. Allocates memory at the first
-    // call where no plan has.
+    // The next counter, not zeroed. It comes again after kCount calls. The first call allocates device
+    // memory where no plan has, and may therefore not be in a capture; throws Error when there is none.
     void* take() { return area() + taken_++ % kCount * kBytes; }
 
     // How often take() was called.
@@ -50,13 +50,14 @@ class WorkCounters {
         return fits ? area + (place - begin - within) : nullptr;
     }
 
+    // All counters, kCount * kBytes bytes of device memory. Throws Error as take().
     unsigned char* area() {
         if (planned_ != nullptr) return planned_;
         if (own_.get() == nullptr) own_ = DeviceBuffer<unsigned char>(kCount * kBytes);
         return own_.get();
     }
 
-    // Has the plan allocate the memory; it must not go before forget_memory().
+    // Has the plan allocate the memory, which must not go before forget_memory(): one model at a time.
     void plan_memory(MemoryPlan* memory) {
         memory->add("scratch", "counters of kernels", &planned_, kCount * kBytes);
     }
@@ -86,8 +87,8 @@ std::vector<cudaGraphNode_t> graph_nodes(Query&& query) {
     return nodes;
 }
 
-// CUDA 13 has what lies on edges among the arguments. Fills have plain edges, and all of ours are.
-inline std::vector<cudaGraphNode_t> nodes_before(cudaGraphNode_t node) {
+// CUDA 13 has the data of edges among the arguments. Those of memset nodes have none.
+inline std::vector<cudaGraphNode_t> dependencies_of(cudaGraphNode_t node) {
     return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
 #if CUDART_VERSION >= 13000
         return cudaGraphNodeGetDependencies(node, nodes, nullptr, count);
@@ -96,7 +97,7 @@ inline std::vector<cudaGraphNode_t> nodes_before(cudaGraphNode_t node) {
 #endif
     });
 }
-inline std::vector<cudaGraphNode_t> nodes_after(cudaGraphNode_t node) {
+inline std::vector<cudaGraphNode_t> dependents_of(cudaGraphNode_t node) {
     return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
 #if CUDART_VERSION >= 13000
         return cudaGraphNodeGetDependentNodes(node, nodes, nullptr, count);
@@ -126,9 +127,10 @@ inline const void* counter_zeroed_by(cudaGraphNode_t node) {
 
 }  // namespace detail
 
-// Takes the fills of counters out of `graph`, which was captured from one stream, and lets one fill of
-// all counters come before everything else. `taken`: how many counters were taken meanwhile. Returns how
-// many fills are gone; 0, and nothing is done, when some launches had to share a counter.
+// Takes the memset nodes of counters out of `graph`, which was captured from one stream, and has one memset
+// node of all counters come before everything else. `taken`: how many counters were taken meanwhile.
+// Returns how many nodes are gone; 0, and nothing is done, when some launches had to share a counter.
+// Throws Error when a CUDA call fails.
 inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
     if (taken > WorkCounters::kCount) return 0;
     const auto all = detail::graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
@@ -146,14 +148,14 @@ inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
     const bool twice = std::adjacent_find(counters.begin(), counters.end()) != counters.end();
     if (fills.empty() || twice) return 0;
     for (const cudaGraphNode_t fill : fills) {
-        for (const cudaGraphNode_t before : detail::nodes_before(fill)) {
-            for (const cudaGraphNode_t after : detail::nodes_after(fill)) {
+        for (const cudaGraphNode_t before : detail::dependencies_of(fill)) {
+            for (const cudaGraphNode_t after : detail::dependents_of(fill)) {
                 detail::add_edge(graph, before, after);
             }
         }
         cuda_check(cudaGraphDestroyNode(fill));
     }
-    const auto first = detail::graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
+    const auto roots = detail::graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
         return cudaGraphGetRootNodes(graph, nodes, count);
     });
     cudaMemsetParams everything{};
@@ -163,7 +165,7 @@ inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
     everything.height = 1;
     cudaGraphNode_t fill = nullptr;
     cuda_check(cudaGraphAddMemsetNode(&fill, graph, nullptr, 0, &everything));
-    for (const cudaGraphNode_t node : first) detail::add_edge(graph, fill, node);
+    for (const cudaGraphNode_t root : roots) detail::add_edge(graph, fill, root);
     return fills.size();
 }
 #endif

@@ -310,7 +310,8 @@ TEST_P(Gpt2Reference, RecomputeLevelsGiveTheSameBits) {
     }
 }
 
-// On a GPU the parts become graphs at the second time; gradients are wiped in between.
+// On a GPU the parts become graphs at the second time, but where attention must not be part of one. What
+// an earlier time has left of a large gradient is wiped in between.
 TEST_P(Gpt2Reference, BackwardPassInCapturedPartsGivesTheSameBits) {
     ReferenceModel reference(GetParam(), 0, 4);
     const auto bits = [&] {
