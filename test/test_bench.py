@@ -4,6 +4,7 @@ tested here."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,18 @@ def test_all_parts_of_bench_on_a_small_model(fp32: Trainer, tokens: Path, tmp_pa
         row = rows[f"memory, d12 B 64 -r {level}, beside llm.c's and spares"]
         assert memory["spares"] > 0 and row["peer"] == of_llmc + memory["spares"]
         assert row["figure"] == memory["mib"] > memory["spares"]
+
+
+def test_scaling_beside_every_gpu_by_itself(fp32: Trainer, tokens: Path) -> None:
+    result = run_script("scaling.py", "--cpu", "--each", "--trainer", fp32.binary, "--data", tokens,
+                        "--works", "d48", "--no-plain", "--way", "fs", "--steps", 2, "--warmup", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    one, two, *each = (float(speed) for speed in re.findall(r"(\d+) tok/s\b", result.stdout)[:4])
+    assert len(each) == 2 and min(one, two, *each) > 0
+    row = next(line for line in result.stdout.splitlines() if re.match(r"d48 +2 ", line))
+    of_linear, of_each = (float(share) for share in re.findall(r"([\d.]+) %", row))
+    assert of_linear == pytest.approx(100 * two / (2 * one), rel=1e-3)
+    assert of_each == pytest.approx(100 * two / sum(each), rel=1e-3)
 
 
 def test_a_part_that_fails_leaves_the_others_and_gives_status_1(

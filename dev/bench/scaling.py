@@ -2,11 +2,13 @@
 order of sums costs beside -rw 1.
 
     python3 dev/bench/scaling.py                            all works, on 1, 2, 4 and 8 GPUs
-    python3 dev/bench/scaling.py --works d12 d12-b4 --counts 1 2 --no-plain
+    python3 dev/bench/scaling.py --works d12 d12-b4 --counts 1 2 --no-plain --each
 
-Runs from the repository's root, on random tokens. A speed is the tokens of a step over the median
-time of the steps after the first few; the share of linear is the speed of N GPUs over N times that
-of one, in this run. Results go into one JSON file in dev/bench/results/. Ends with status 1 when
+Runs from the repository's root, on random tokens. A speed is the tokens of a step over the
+median time of the steps after the first few; the share of linear is the speed of N GPUs over N
+times that of one, in this run. GPUs of one host differ, and N together are as fast as the
+slowest: --each also has every GPU train by itself, all at the same time, for the share of what
+they add up to. Results go into one JSON file in dev/bench/results/. Ends with status 1 when
 --strict is given and a target is missed.
 """
 
@@ -20,12 +22,13 @@ import shutil
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Sequence
 
 from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, machine_record, save
 from random_tokens import write_random_tokens
-from ranks import Ended, count_gpus, run_job
+from ranks import Ended, Job, count_gpus, run_job
 
 SEQ = 1024
 TOKENS = 1 << 23
@@ -58,6 +61,32 @@ def tokens_of_step(run: Ended) -> int:
     return int(re.findall(r"^\| tokens in a step +\| (\d+)", run.stdout, re.M)[0])
 
 
+def step_times(args: argparse.Namespace, run: Ended) -> list[float]:
+    """Milliseconds of the steps that count."""
+    times = [float(ms) for _, ms in STEP_LINE.findall(run.stdout)][args.warmup :]
+    if len(times) != args.steps:
+        raise SystemExit(f"error: {len(times)} step lines of {args.steps}\n{run}")
+    return times
+
+
+def measure_each(args: argparse.Namespace, work: str, count: int) -> list[float]:
+    """Tokens a second of GPUs 0 ... count - 1, each by itself, at the same time."""
+    options = trainer_args(args, work, ["-z", "0"])
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                Job(args.trainer, 1, "", options, env={"CUDA_VISIBLE_DEVICES": str(gpu)}))
+            for gpu in range(count)]
+        runs = [job.wait(TIME_LIMIT_S) for job in jobs]
+    speeds = []
+    for gpu, run in enumerate(runs):
+        if set(run.statuses) != {0}:
+            raise SystemExit(f"error: {work} on GPU {gpu} by itself\n{run}")
+        speeds.append(tokens_of_step(run) / statistics.median(step_times(args, run)) * 1e3)
+        print(f"{work:12} GPU {gpu} by itself {speeds[-1]:10.0f} tok/s", flush=True)
+    return speeds
+
+
 def measure(args: argparse.Namespace, work: str, count: int, more: list[str]) -> dict:
     """One run of `count` GPUs."""
     options = trainer_args(args, work, ["-z", "1" if count > 1 else "0", *more])
@@ -67,9 +96,7 @@ def measure(args: argparse.Namespace, work: str, count: int, more: list[str]) ->
         if set(run.statuses) != {0}:
             raise SystemExit(f"error: {work} on {count} GPUs\n{run}")
         record = json.loads((Path(folder) / "run.json").read_text())
-    times = [float(ms) for _, ms in STEP_LINE.findall(run.stdout)][args.warmup :]
-    if len(times) != args.steps:
-        raise SystemExit(f"error: {len(times)} step lines of {args.steps}\n{run}")
+    times = step_times(args, run)
     median = statistics.median(times)
     result = {
         "command": " ".join([args.trainer, *options]),
@@ -99,6 +126,11 @@ def measure_work(args: argparse.Namespace, work: str) -> dict:
         result["canonical"][str(count)] = measure(args, work, count, [])
         if args.plain and work in CANONICAL_COST:
             result["plain"][str(count)] = measure(args, work, count, ["-rw", "1"])
+    if args.each and max(counts) > 1:
+        result["each"] = measure_each(args, work, max(counts))
+        result["share_of_each"] = {
+            str(count): result["canonical"][str(count)]["tokens_per_second"]
+            / sum(result["each"][:count]) for count in counts if count > 1}
     one = result["canonical"].get("1")
     for count in counts:
         canonical = result["canonical"][str(count)]
@@ -128,15 +160,17 @@ def find_targets(results: dict) -> list[dict]:
 
 
 def print_table(results: dict) -> None:
-    print(f"\n{'work':12} {'GPUs':>4} {'tok/s':>10} {'of linear':>9} {'-rw 1 tok/s':>11} "
-          f"{'cost':>8}")
+    print(f"\n{'work':12} {'GPUs':>4} {'tok/s':>10} {'of linear':>9} {'of each':>9} "
+          f"{'-rw 1 tok/s':>11} {'cost':>8}")
     for work, result in results.items():
         for count, run in result["canonical"].items():
             share = result["share_of_linear"].get(count)
+            of_each = result.get("share_of_each", {}).get(count)
             plain = result["plain"].get(count)
             cost = result["canonical_cost"].get(count)
             print(f"{work:12} {count:>4} {run['tokens_per_second']:10.0f} "
                   f"{f'{100 * share:.2f} %' if share else '':>9} "
+                  f"{f'{100 * of_each:.2f} %' if of_each else '':>9} "
                   f"{format(plain['tokens_per_second'], '.0f') if plain else '':>11} "
                   f"{f'{100 * cost:+.2f} %' if cost is not None else '':>8}")
 
@@ -147,6 +181,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=DEFAULT_WORKS)
     parser.add_argument("--counts", nargs="+", type=int, choices=SIZES, help="numbers of GPUs")
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="leave out -rw 1")
+    parser.add_argument("--each", action="store_true", help="every GPU by itself as well")
     parser.add_argument("--trainer", default="./train_gpt2cu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--way", choices=["mpi", "tcp", "fs"],
