@@ -376,6 +376,7 @@ void gpt2_update(GPT2* model, const StepInputs* inputs, MultiGpuConfig* multi_gp
     cuda_check(cudaMemcpyAsync(model->host_stop + 1, model->stop(), sizeof(double),
                                cudaMemcpyDeviceToHost, model->copy_stream));
     cuda_check(cudaEventRecord(model->decided, model->copy_stream));
+    planted_delay("LLMC_DELAY_UPDATE_US", stream);
     if (model->gathered.empty()) {
         adamw_update(model->adamw_segments, static_cast<int>(model->num_segments),
                      model->max_segment, model->adamw, inputs, model->step_state, stream);
@@ -686,6 +687,21 @@ int stop_early(Run& run, int step) {
     return 0;
 }
 
+bool is_save_due(const Run& run, int step) {
+    const Options& options = run.options;
+    return !options.output_dir.empty() && step > run.first_step &&
+           is_due(options.checkpoint_every, step, step >= run.num_steps);
+}
+
+// Whether something comes before `step` that is no part of training's time, and waits for the update.
+bool pauses_at(const Run& run, int step) {
+    const Options& options = run.options;
+    const bool last = step >= run.num_steps;
+    const bool evaluates = (run.val_data || run.hellaswag) && is_due(options.val_every, step, last);
+    return last || evaluates || is_due(options.sample_every, step, last) ||
+           is_save_due(run, step) || options.check_ranks;
+}
+
 int train(Run& run) {
     const Options& options = run.options;
     InputPipelineOptions input;
@@ -700,16 +716,18 @@ int train(Run& run) {
                                                    [&](int step) { return run.schedule.at(step); });
 
     StepTimer timer;
+    bool paused = true;
     for (int step = run.first_step;; ++step) {
         const bool last = step >= run.num_steps;
         if (!is_stopping(run)) evaluate(run, step, last);
         if (is_stopping(run) && !last) return stop_early(run, step);
-        const bool save_due = !options.output_dir.empty() &&
-                              is_due(options.checkpoint_every, step, last) && step > run.first_step;
-        if (save_due) save(run, step);
+        if (is_save_due(run, step)) save(run, step);
         if (last) break;
-        timer.restart();
+        if (paused) timer.restart();
         train_step(run, step);
+        // The update runs on under the next step, and counts there; before a pause it counts here.
+        paused = pauses_at(run, step + 1);
+        if (paused) multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
         const double ms = timer.lap();
         timer.add(ms);
         report_step(run, step, ms, timer);

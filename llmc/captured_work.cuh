@@ -86,7 +86,8 @@ class CapturedWork {
 
     // Has the work of this key done on `stream` once. queue(key) queues it there:
     //
-    //   first call with a key   queue(key) as it is: libraries choose and load their kernels now
+    //   first call with a key   queue(key) as it is: libraries choose and load their kernels now, and
+    //                           memory is allocated
     //   second                  queue(key) is captured, and the graph launched
     //   all later ones          the graph is launched; `queue` is not called
     //

@@ -53,7 +53,10 @@ inline ReductionPlan make_reduction_plan(int num_micro_batches, int num_processe
         plan.width *= 2;
     }
     if (plan.width % num_processes != 0) {
-        plan.why_not = format("%d processes do not divide the width %d", num_processes, plan.width);
+        plan.why_not = format(
+            "%d processes do not divide the width %d, the largest power of two up to -rw %d that "
+            "divides the %d micro-batches of a step",
+            num_processes, plan.width, max_width, num_micro_batches);
     }
     layout.for_each_layer([&](const ParamInfo& info, size_t) {
         if (layout.layer_elements(info.id) % plan.width != 0 && plan.why_not.empty()) {

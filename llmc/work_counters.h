@@ -9,7 +9,8 @@
 //
 // So each launch is given a counter that no other launch uses for a long while. A CUDA graph can then do
 // with one memset node for all counters, before everything else in it: zero_counters_once() takes the
-// others out. Where a counter lies decides nothing but which memory is counted in. One stream at a time.
+// others out. Where a counter lies decides nothing but which memory is counted in. All launches
+// with counters must be on one stream: each graph zeroes the counters of all.
 #pragma once
 
 #include <algorithm>

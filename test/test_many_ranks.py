@@ -18,6 +18,7 @@ import pytest
 
 from helpers import (
     SHAPE,
+    STEP_LINE,
     Shape,
     Trainer,
     checkpoints,
@@ -178,7 +179,8 @@ def test_outside_the_set_it_trains_and_says_that_equality_is_off(
     run = lab.many(trainers[precision], count, way, args)
     said = "bit equality across GPU counts is off"
     off = [line for line in run.stdout.splitlines() if said in line]
-    why = f"{count} processes do not divide the width {width(micro, limit)}"
+    why = (f"{count} processes do not divide the width {width(micro, limit)}, the largest power of "
+           f"two up to -rw {limit} that divides the {micro} micro-batches of a step")
     assert off == [f"{said}: {why}"], f"{run}"
     assert f"{count}, ZeRO stage {zero}" in run.first.stdout, f"{run}"
     one = lab.one(trainers[precision], without(args, "-z"))
@@ -455,6 +457,19 @@ def test_infinitrain_213_delays_on_either_stream(
     args = lab.args(8, {"-z": zero, **FEW})
     run = lab.many(switches, count, "tcp", args, env=env)
     assert_same_bits(lab.one(bf16, without(args, "-z")), run.first)
+
+
+def test_an_update_before_a_validation_counts_in_its_step_s_time(
+    lab: Lab, switches: Trainer
+) -> None:
+    """It ran during the validation, and was in no step's time: steps looked faster with -v 1."""
+    env = {"LLMC_DELAY_UPDATE_US": "60000"}  # 30 ms on average
+    args = lab.work.args({"-b": 1, "-t": 16, "-d": 32, "-x": 12, "-v": 1})
+    result = switches.train(args, env=env)
+    assert "val loss" in result.stdout
+    lines = [match for match in map(STEP_LINE.match, result.stdout.splitlines()) if match]
+    assert len(lines) == 12
+    assert sum(float(match["ms"]) for match in lines) > 12 * 30 / 2, f"{result}"
 
 
 # -------------------------------------------------------------------------------------- restart
