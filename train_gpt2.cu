@@ -178,9 +178,14 @@ void reduce_tensors(GPT2* model, size_t first, MultiGpuConfig* multi_gpu) {
     multi_gpu_async_reduce_gradient(tensors, sizes, multi_gpu, model->main_stream);
 }
 
-// Queues the reduction across ranks of a group, whose gradients are final on this rank.
-void reduce_group(GPT2* model, const TensorGroup& group, MultiGpuConfig* multi_gpu) {
+// The gradients of a group are final on this rank for this micro-batch; after its last one they are
+// reduced.
+void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& group,
+                  MultiGpuConfig* multi_gpu) {
     constexpr size_t kLayer = 12, kOther = 2;
+    if (!target.step_complete) return;
+    planted_delay("LLMC_DELAY_MAIN_US", model->main_stream);
+    add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
     if (group.count == kLayer) {
         reduce_tensors<kLayer>(model, group.first, multi_gpu);
     } else {
@@ -262,7 +267,7 @@ void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& 
 }  // namespace
 
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
-                              MultiGpuConfig* multi_gpu, CapturedBackward* captured) {
+                              MultiGpuConfig* multi_gpu) {
     const ProfileRange phase("backward");
     const ReductionPlan& plan = model->plan;
     const int B = model->batch, T = model->sequence, rows = B * T;
@@ -278,50 +283,29 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
     int summed = plan.canonical ? plan.num_micro_batches : plan.micro_per_rank();
     if (planted_fault() == Fault::divided_twice) summed *= plan.num_processes;
     const float dloss = 1.0f / (static_cast<float>(rows) * static_cast<float>(summed));
-    const int layers = model->config.num_layers;
+    gpt2_logits(model, 0, rows);
+    fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size, Vp,
+                     true, stream);
+    mean_loss(model->micro_loss, a.losses, rows, stream);
 
-    // Each part leaves the gradients of one group of tensors. After the rank's last micro-batch they are
-    // final, and are reduced.
-    const auto part = [&](size_t number, const auto& compute) {
-        const TensorGroup& group = model->groups[number];
-        const auto queue = [&](const BackwardPart&) {
-            compute();
-            if (!target.step_complete) return;
-            add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
-        };
-        if (target.step_complete) planted_delay("LLMC_DELAY_MAIN_US", stream);
-        const BackwardPart key{target, number};
-        if (captured != nullptr) {
-            captured->run(key, stream, queue);
-        } else {
-            queue(key);
-        }
-        if (target.step_complete) reduce_group(model, group, multi_gpu);
-    };
-    part(0, [&] {
-        gpt2_logits(model, 0, rows);
-        fused_classifier(a.logits, a.losses, batch.targets, dloss, rows, model->config.vocab_size,
-                         Vp, true, stream);
-        mean_loss(model->micro_loss, a.losses, rows, stream);
-        gradX* no_bias = nullptr;
-        matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
-                               target.accumulate, stream);
-        matmul_backward_input(a.projection, a.logits, w.at(Param::wte), rows, C, Vp, stream);
-        layernorm_backward(a.dresidual, g.at(Param::lnfw), g.at(Param::lnfb),
-                           g.at(Param::fcprojb, layers - 1), a.projection,
-                           residual_into(*model, layers, rows), w.at(Param::lnfw), a.lnf_mean,
-                           a.lnf_rstd, a.scratch, rows, C, false, target.accumulate, stream);
-    });
+    gradX* no_bias = nullptr;
+    matmul_backward_weight(g.at(Param::wte), no_bias, a.logits, a.lnf, a.scratch, rows, C, Vp,
+                           target.accumulate, stream);
+    matmul_backward_input(a.projection, a.logits, w.at(Param::wte), rows, C, Vp, stream);
+    const int layers = model->config.num_layers;
+    layernorm_backward(a.dresidual, g.at(Param::lnfw), g.at(Param::lnfb),
+                       g.at(Param::fcprojb, layers - 1), a.projection,
+                       residual_into(*model, layers, rows), w.at(Param::lnfw), a.lnf_mean,
+                       a.lnf_rstd, a.scratch, rows, C, false, target.accumulate, stream);
+    finish_group(model, target, model->groups.front(), multi_gpu);
     for (int l = layers - 1; l >= 0; --l) {
-        part(layers - l, [&] {
-            backward_mlp(model, l, rows, target);
-            backward_attention(model, l, B, T, target);
-        });
+        backward_mlp(model, l, rows, target);
+        backward_attention(model, l, B, T, target);
+        finish_group(model, target, model->groups[layers - l], multi_gpu);
     }
-    part(layers + 1, [&] {
-        encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
-                         a.scratch, B, T, C, target.accumulate, stream);
-    });
+    encoder_backward(g.at(Param::wte), g.at(Param::wpe), a.dresidual, batch.inputs, batch.order,
+                     a.scratch, B, T, C, target.accumulate, stream);
+    finish_group(model, target, model->groups.back(), multi_gpu);
 
     if (!target.step_complete) {
         add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
@@ -549,7 +533,7 @@ void save(Run& run, int step) {
     });
 }
 
-// Forward and backward pass of micro-batch `local`, as a graph, or several where NCCL has a part in it.
+// Forward and backward pass of micro-batch `local`, as a graph but for what NCCL has a part in.
 void micro_step(Run& run, int local) {
     GPT2* model = &run.model;
     run.step_upload.take(local, model->main_stream);
@@ -563,10 +547,7 @@ void micro_step(Run& run, int local) {
         gpt2_forward(model, batch.inputs, model->batch, model->sequence);
         if (!uses_nccl(target)) gpt2_backward_and_reduce(model, batch, target, &run.multi_gpu);
     });
-    // NCCL's calls stay outside of graphs, which are then as long as the parts between them.
-    if (uses_nccl(of_this)) {
-        gpt2_backward_and_reduce(model, batch, of_this, &run.multi_gpu, &run.backward_parts);
-    }
+    if (uses_nccl(of_this)) gpt2_backward_and_reduce(model, batch, of_this, &run.multi_gpu);
     gpt2_keep_loss(model, local, run.multi_gpu);
 }
 

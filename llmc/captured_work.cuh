@@ -1,8 +1,8 @@
 // Work that is queued on a stream again and again, launched as one CUDA graph (CUDA programming guide,
 // "CUDA Graphs").
 //
-// The work in question is a micro-step, the forward and backward pass of one micro-batch with some 20
-// kernels a layer, or a part of one. Launched one by one, each kernel costs the host a few microseconds and leaves a gap
+// The work in question is a micro-step: the forward and backward pass of one micro-batch, some 20
+// kernels a layer. Launched one by one, each kernel costs the host a few microseconds and leaves a gap
 // before the next one on the device. Instead a stream can be told to record what is queued on it (to
 // capture it) without running it; the record is a graph, which one call launches as a whole, with
 // shorter gaps. That counts where micro-batches are small. The same kernels run in the same order, so

@@ -7,10 +7,8 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "llmc/captured_work.cuh"
 #include "llmc/cuda_common.h"
 #include "llmc/memory_plan.h"
 #include "llmc/params.h"
@@ -139,23 +137,10 @@ void gpt2_token_losses(GPT2* model, const MicroBatch& batch, int B, int T);
 // Their mean, into *loss.
 void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss);
 
-// The part of a backward pass after which the gradients of GPT2::groups[group] are complete.
-struct BackwardPart {
-    GradientTarget target;
-    size_t group;
-
-    friend bool operator<(const BackwardPart& a, const BackwardPart& b) {
-        return std::tie(a.group, a.target) < std::tie(b.group, b.target);
-    }
-};
-using CapturedBackward = CapturedWork<BackwardPart>;
-
 // Backward pass of the micro-batch whose forward pass came just before, and its loss, into micro_loss.
-// Adds up gradients as `target` says and, as each layer's become final, reduces them. With `captured`,
-// where that is enabled, each part is a graph from its second time on; `batch` then is at the same place
-// each time. Without it the whole may be captured.
+// Adds up gradients as `target` says and, as each layer's become final, reduces them.
 void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const GradientTarget& target,
-                              MultiGpuConfig* multi_gpu, CapturedBackward* captured = nullptr);
+                              MultiGpuConfig* multi_gpu);
 // Puts micro_loss where the step finds it: it is the loss of micro-batch `local` (0 ... A-1) of this rank.
 void gpt2_keep_loss(GPT2* model, int local, const MultiGpuConfig& multi_gpu);
 // Norm, decision and AdamW of one step, of this rank's shards under ZeRO-1, whose weights are then

@@ -240,8 +240,9 @@ inline std::vector<Flag> numerics_flags() {
         on_off(
             "-cg", "cuda_graphs", &O::cuda_graphs, "1",
             "1: launch a micro-step as one CUDA graph, on a GPU; with several processes the last "
-            "micro-step's backward pass is one graph for each layer. No graphs where cuDNN "
-            "computes attention's backward pass. The bits are the same"),
+            "one's backward pass kernel by kernel, since NCCL's calls are among it. No graphs "
+            "where "
+            "cuDNN computes attention's backward pass. The bits are the same"),
     };
 }
 

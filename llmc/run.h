@@ -56,8 +56,7 @@ struct Run {
     std::unique_ptr<InputPipeline> pipeline;
     StepUpload step_upload;  // a training step's tokens in device memory, two sets in turn
     CapturedWork<GradientTarget> micro_steps;
-    CapturedBackward backward_parts;  // of the micro-step that NCCL has a part in
-    BatchUpload batch_upload;         // one micro-batch for evaluation
+    BatchUpload batch_upload;  // one micro-batch for evaluation
     double* val_losses = nullptr;
     Logger log;
     bool stopping = false;  // a rank has been asked to stop, and all know
@@ -569,7 +568,7 @@ inline void start(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] {
         gpt2_allocate(&run.model, run.multi_gpu);
         run.step_upload.open();
-        run.micro_steps.enabled = run.backward_parts.enabled = uses_graphs(run);
+        run.micro_steps.enabled = uses_graphs(run);
         run.batch_upload.open(&run.multi_gpu);
         set_weights(run);
     });

@@ -1,5 +1,6 @@
 // The whole model against PyTorch's numbers (test/reference/), through the functions of
 // train_gpt2.cu: logits, loss, each gradient tensor, and ten optimizer steps.
+#include "llmc/captured_work.cuh"
 #include "llmc/gpt2.h"
 
 #include <gtest/gtest.h>
@@ -129,15 +130,22 @@ class ReferenceModel {
 
     GPT2& model() { return model_; }
     const DebugState& reference() const { return *state_; }
-    CapturedBackward* captured = nullptr;  // where parts of backward passes are kept as graphs
+    CapturedWork<GradientTarget>* captured = nullptr;  // where micro-steps are kept as graphs
     MicroBatch batch() const { return {x_, y_, order_}; }
 
     void forward() { gpt2_forward(&model_, x_, model_.batch, model_.sequence); }
     void forward_and_backward() {
         for (int local = 0; local < model_.plan.num_micro_batches; ++local) {
-            forward();
-            gpt2_backward_and_reduce(&model_, batch(), gradient_target(model_.plan, local),
-                                     &multi_gpu_, captured);
+            const auto queue = [this](const GradientTarget& target) {
+                forward();
+                gpt2_backward_and_reduce(&model_, batch(), target, &multi_gpu_);
+            };
+            const GradientTarget target = gradient_target(model_.plan, local);
+            if (captured != nullptr) {
+                captured->run(target, model_.main_stream, queue);
+            } else {
+                queue(target);
+            }
             gpt2_keep_loss(&model_, local, multi_gpu_);
         }
     }
@@ -310,9 +318,9 @@ TEST_P(Gpt2Reference, RecomputeLevelsGiveTheSameBits) {
     }
 }
 
-// On a GPU the parts become graphs at the second time, but where attention must not be part of one. What
+// On a GPU micro-steps become graphs at the second time, but where attention must not be part of one. What
 // an earlier time has left of a large gradient is wiped in between.
-TEST_P(Gpt2Reference, BackwardPassInCapturedPartsGivesTheSameBits) {
+TEST_P(Gpt2Reference, CapturedMicroStepsGiveTheSameBits) {
     ReferenceModel reference(GetParam(), 0, 4);
     const auto bits = [&] {
         cuda_check(cudaDeviceSynchronize());
@@ -324,11 +332,11 @@ TEST_P(Gpt2Reference, BackwardPassInCapturedPartsGivesTheSameBits) {
     };
     reference.forward_and_backward();
     const std::vector<float> first = bits();
-    CapturedBackward parts;
+    CapturedWork<GradientTarget> micro_steps;
     const ModelConfig& config = reference.model().config;
-    parts.enabled =
+    micro_steps.enabled =
         attention_fits_graphs(reference.model().sequence, config.channels / config.num_heads);
-    reference.captured = &parts;
+    reference.captured = &micro_steps;
     for (int time = 1; time <= 3; ++time) {
         reference.forward_and_backward();
         const std::vector<float> again = bits();
