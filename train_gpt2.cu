@@ -489,21 +489,34 @@ void print_sample(Run& run, int step) {
     print0(run, "\n---\n");
 }
 
-// Whether something that comes every `every` steps is due at `step`, or at the end.
-bool is_due(int every, int step, bool last) {
-    return every > 0 && (step % every == 0 || last);
+// What comes before a step and is no part of training's time.
+struct Pause {
+    bool validation, hellaswag, sample, checkpoint;
+
+    bool any() const { return validation || hellaswag || sample || checkpoint; }
+};
+
+Pause pause_before(const Run& run, int step) {
+    const Options& options = run.options;
+    const auto is_due = [&](int every) {  // at the end, too
+        return every > 0 && (step % every == 0 || step >= run.num_steps);
+    };
+    const bool evaluation = is_due(options.val_every);
+    return {
+        run.val_data && evaluation, run.hellaswag && evaluation,
+        step > 0 && is_due(options.sample_every),
+        !options.output_dir.empty() && step > run.first_step && is_due(options.checkpoint_every)};
 }
 
 // Validation, HellaSwag and a sample, where due; cut short when asked to stop.
-void evaluate(Run& run, int step, bool last) {
-    const Options& options = run.options;
-    if (run.val_data && is_due(options.val_every, step, last)) {
+void evaluate(Run& run, int step, const Pause& due) {
+    if (due.validation) {
         const std::optional<double> loss = validate(run);
         if (!loss) return;
         print0(run, "val loss %.6f\n", *loss);
         run.log.log_validation(step, *loss);
     }
-    if (run.hellaswag && is_due(options.val_every, step, last)) {
+    if (due.hellaswag) {
         const std::optional<int> correct = evaluate_hellaswag(run);
         if (!correct) return;
         const int all = run.hellaswag->num_examples();
@@ -511,9 +524,7 @@ void evaluate(Run& run, int step, bool last) {
         print0(run, "HellaSwag: %d/%d = %f\n", *correct, all, accuracy);
         run.log.log_eval(step, accuracy);
     }
-    if (step > 0 && is_due(options.sample_every, step, last) && run.is_main()) {
-        print_sample(run, step);
-    }
+    if (due.sample && run.is_main()) print_sample(run, step);
 }
 
 // ---- training ----
@@ -668,21 +679,6 @@ int stop_early(Run& run, int step) {
     return 0;
 }
 
-bool is_save_due(const Run& run, int step) {
-    const Options& options = run.options;
-    return !options.output_dir.empty() && step > run.first_step &&
-           is_due(options.checkpoint_every, step, step >= run.num_steps);
-}
-
-// Whether something comes before `step` that is no part of training's time, and waits for the update.
-bool pauses_at(const Run& run, int step) {
-    const Options& options = run.options;
-    const bool last = step >= run.num_steps;
-    const bool evaluates = (run.val_data || run.hellaswag) && is_due(options.val_every, step, last);
-    return last || evaluates || is_due(options.sample_every, step, last) ||
-           is_save_due(run, step) || options.check_ranks;
-}
-
 int train(Run& run) {
     const Options& options = run.options;
     InputPipelineOptions input;
@@ -700,14 +696,16 @@ int train(Run& run) {
     bool paused = true;
     for (int step = run.first_step;; ++step) {
         const bool last = step >= run.num_steps;
-        if (!is_stopping(run)) evaluate(run, step, last);
+        const Pause due = pause_before(run, step);
+        if (!is_stopping(run)) evaluate(run, step, due);
         if (is_stopping(run) && !last) return stop_early(run, step);
-        if (is_save_due(run, step)) save(run, step);
+        if (due.checkpoint) save(run, step);
         if (last) break;
         if (paused) timer.restart();
         train_step(run, step);
         // The update runs on under the next step, and counts there; before a pause it counts here.
-        paused = pauses_at(run, step + 1);
+        const bool ends = step + 1 >= run.num_steps;
+        paused = ends || options.check_ranks || pause_before(run, step + 1).any();
         if (paused) multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
         const double ms = timer.lap();
         timer.add(ms);

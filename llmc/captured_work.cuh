@@ -34,8 +34,8 @@ inline unsigned wait_flags([[maybe_unused]] cudaStream_t stream) {
 
 #ifndef LLMC_CPU
 // What `queue()` queues on `stream`, as a graph that is ready to run, with one memset node for the counters
-// of all its kernels; nothing runs yet. Throws Error when a
-// CUDA call fails, and what `queue` throws; the stream is no longer capturing then.
+// of all its kernels; nothing runs yet. Throws Error when a CUDA call fails, and what `queue` throws; the
+// stream is no longer capturing then.
 template <class Queue>
 cudaGraphExec_t capture_graph(cudaStream_t stream, Queue&& queue) {
     // Other threads go on allocating page-locked memory and asking for events.

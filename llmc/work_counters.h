@@ -9,8 +9,8 @@
 //
 // So each launch is given a counter that no other launch uses for a long while. A CUDA graph can then do
 // with one memset node for all counters, before everything else in it: zero_counters_once() takes the
-// others out. Where a counter lies decides nothing but which memory is counted in. All launches
-// with counters must be on one stream: each graph zeroes the counters of all.
+// others out. Where a counter lies decides nothing but which memory is counted in. All launches with
+// counters must be on one stream: each graph zeroes the counters of all.
 #pragma once
 
 #include <algorithm>
@@ -88,22 +88,15 @@ std::vector<cudaGraphNode_t> graph_nodes(Query&& query) {
     return nodes;
 }
 
-// CUDA 13 has the data of edges among the arguments. Those of memset nodes have none.
-inline std::vector<cudaGraphNode_t> dependencies_of(cudaGraphNode_t node) {
+// The neighbours of a node by `query`, cudaGraphNodeGetDependencies or cudaGraphNodeGetDependentNodes. CUDA 13
+// has the data of edges among the arguments; those of memset nodes have none.
+template <class Query>
+std::vector<cudaGraphNode_t> neighbours(Query* query, cudaGraphNode_t node) {
     return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
 #if CUDART_VERSION >= 13000
-        return cudaGraphNodeGetDependencies(node, nodes, nullptr, count);
+        return query(node, nodes, nullptr, count);
 #else
-        return cudaGraphNodeGetDependencies(node, nodes, count);
-#endif
-    });
-}
-inline std::vector<cudaGraphNode_t> dependents_of(cudaGraphNode_t node) {
-    return graph_nodes([&](cudaGraphNode_t* nodes, size_t* count) {
-#if CUDART_VERSION >= 13000
-        return cudaGraphNodeGetDependentNodes(node, nodes, nullptr, count);
-#else
-        return cudaGraphNodeGetDependentNodes(node, nodes, count);
+        return query(node, nodes, count);
 #endif
     });
 }
@@ -149,8 +142,10 @@ inline size_t zero_counters_once(cudaGraph_t graph, size_t taken) {
     const bool twice = std::adjacent_find(counters.begin(), counters.end()) != counters.end();
     if (fills.empty() || twice) return 0;
     for (const cudaGraphNode_t fill : fills) {
-        for (const cudaGraphNode_t before : detail::dependencies_of(fill)) {
-            for (const cudaGraphNode_t after : detail::dependents_of(fill)) {
+        for (const cudaGraphNode_t before :
+             detail::neighbours(cudaGraphNodeGetDependencies, fill)) {
+            for (const cudaGraphNode_t after :
+                 detail::neighbours(cudaGraphNodeGetDependentNodes, fill)) {
                 detail::add_edge(graph, before, after);
             }
         }

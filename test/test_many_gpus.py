@@ -31,7 +31,7 @@ from typing import Callable, Mapping, Sequence
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "dev" / "bench"))
 
-from ranks import Ended, Job, JobError, count_gpus, run_job  # noqa: E402
+from ranks import Ended, Job, JobError, count_gpus, plan_row, run_job  # noqa: E402
 
 SIZES = (2, 4, 8)
 TIME_LIMIT_S = 120  # for one job
@@ -292,13 +292,6 @@ def equality(build: str, count: int, zero: int, way: str) -> Callable[[Lab], Non
     return test
 
 
-def plan_row(run: Ended, name: str) -> str:
-    """What the trainer's table at the start says."""
-    found = re.search(rf"^\| {re.escape(name)} +\| (.*?) +\|$", run.stdout, re.MULTILINE)
-    require(found is not None, f"no row {name!r}\n{run}")
-    return found[1] if found else ""
-
-
 # Each has its own attention: for heads of 64 and whole tiles, and what there is for others. With
 # cuDNN's backward pass in graphs, the second and the third broke off with an illegal address.
 GRAPH_SHAPES: dict[str, dict[str, object]] = {
@@ -316,10 +309,11 @@ def without_graphs(build: str, shape: str) -> Callable[[Lab], None]:
         flags = GRAPH_SHAPES[shape]
         run = lab.one(build, lab.args(flags))
         lab.equal(build, 1, "", lab.args({**flags, "-cg": 0}), run)
-        attention = plan_row(run, "attention")
+        attention = plan_row(run.stdout, "attention")
+        require(attention is not None, f"no row 'attention'\n{run}")
         backward_is_cudnns = "cuDNN" in attention and "backward own" not in attention
         wanted = "0 (1 asked)" if backward_is_cudnns else "1"
-        graphs = plan_row(run, "-cg cuda_graphs")
+        graphs = plan_row(run.stdout, "-cg cuda_graphs")
         require(graphs == wanted, f"-cg is {graphs} in the plan, with attention {attention}")
 
     return test

@@ -27,7 +27,7 @@ from typing import Mapping, Sequence
 
 from compare_torch import STEP_LINE, machine_record
 from random_tokens import write_random_tokens
-from ranks import JobError, run_job
+from ranks import JobError, plan_row, run_job
 
 TOKENS = 1 << 23
 PHASES = ("forward", "backward", "update")
@@ -145,10 +145,10 @@ class Model:
 
 def read_model(output: str, flags: list[str]) -> Model:
     def row(name: str) -> str:
-        found = re.search(rf"^\| {name} +\| (.*?) +\|$", output, re.MULTILINE)
-        if not found:
+        found = plan_row(output, name)
+        if found is None:
             raise SystemExit(f"error: the trainer printed no row {name!r}:\n{output[-2000:]}")
-        return found[1]
+        return found
 
     model = re.match(r"(\d+) layers, (\d+) channels, .* in (\d+)", row("model"))
     precision = re.match(r"(\w+), gradients (\w+)", row("precision"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -55,6 +56,12 @@ def kill_quietly(kill: Callable[[int, int], None], pid: int) -> None:
         kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def plan_row(output: str, name: str) -> str | None:
+    """What the trainer's table at the start says of `name`."""
+    found = re.search(rf"^\| {re.escape(name)} +\| (.*?) +\|$", output, re.MULTILINE)
+    return found[1] if found else None
 
 
 @dataclass

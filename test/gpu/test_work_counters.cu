@@ -60,10 +60,10 @@ class GpuWorkCounters : public testing::Test {
         return graph;
     }
     static size_t fills_in(cudaGraph_t graph) {
-        size_t fills = 0, count = 0;
-        cuda_check(cudaGraphGetNodes(graph, nullptr, &count));
-        std::vector<cudaGraphNode_t> nodes(count);
-        cuda_check(cudaGraphGetNodes(graph, nodes.data(), &count));
+        const auto nodes = detail::graph_nodes([&](cudaGraphNode_t* all, size_t* count) {
+            return cudaGraphGetNodes(graph, all, count);
+        });
+        size_t fills = 0;
         for (const cudaGraphNode_t node : nodes) {
             cudaGraphNodeType type;
             cuda_check(cudaGraphNodeGetType(node, &type));

@@ -130,22 +130,17 @@ class ReferenceModel {
 
     GPT2& model() { return model_; }
     const DebugState& reference() const { return *state_; }
-    CapturedWork<GradientTarget>* captured = nullptr;  // where micro-steps are kept as graphs
+    CapturedWork<GradientTarget> micro_steps;  // not enabled: kernel by kernel
     MicroBatch batch() const { return {x_, y_, order_}; }
 
     void forward() { gpt2_forward(&model_, x_, model_.batch, model_.sequence); }
     void forward_and_backward() {
         for (int local = 0; local < model_.plan.num_micro_batches; ++local) {
-            const auto queue = [this](const GradientTarget& target) {
-                forward();
-                gpt2_backward_and_reduce(&model_, batch(), target, &multi_gpu_);
-            };
-            const GradientTarget target = gradient_target(model_.plan, local);
-            if (captured != nullptr) {
-                captured->run(target, model_.main_stream, queue);
-            } else {
-                queue(target);
-            }
+            micro_steps.run(gradient_target(model_.plan, local), model_.main_stream,
+                            [this](const GradientTarget& target) {
+                                forward();
+                                gpt2_backward_and_reduce(&model_, batch(), target, &multi_gpu_);
+                            });
             gpt2_keep_loss(&model_, local, multi_gpu_);
         }
     }
@@ -332,11 +327,9 @@ TEST_P(Gpt2Reference, CapturedMicroStepsGiveTheSameBits) {
     };
     reference.forward_and_backward();
     const std::vector<float> first = bits();
-    CapturedWork<GradientTarget> micro_steps;
     const ModelConfig& config = reference.model().config;
-    micro_steps.enabled =
+    reference.micro_steps.enabled =
         attention_fits_graphs(reference.model().sequence, config.channels / config.num_heads);
-    reference.captured = &micro_steps;
     for (int time = 1; time <= 3; ++time) {
         reference.forward_and_backward();
         const std::vector<float> again = bits();

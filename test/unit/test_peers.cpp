@@ -248,12 +248,8 @@ TEST(Peers, AnEmptyWordIsNotOne) {
         char byte;
         return ::recv(socket.fd(), &byte, 1, MSG_DONTWAIT) == 0;
     }));
-    std::vector<PeersPointer> all;
     std::future<Outcome> one = join(server.port(), info(1, 2));
-    all.push_back(zero.get().peers);
-    all.push_back(one.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    close_all(&all);
+    expect_start({&zero, &one});
 }
 
 TEST(Peers, AWordBesideAHelloClosesTheConnection) {
@@ -330,12 +326,8 @@ TEST(Peers, ARankZeroThatWaitsKeepsItsPlace) {
     } catch (const Error& error) {
         EXPECT_EQ(std::string(error.what()).find("-pp: port "), 0u) << error.what();
     }
-    std::vector<PeersPointer> all;
     std::future<Outcome> one = join(server.port(), info(1, 2));
-    all.push_back(zero.get().peers);
-    all.push_back(one.get().peers);
-    ASSERT_TRUE(all[0] && all[1]);
-    close_all(&all);
+    expect_start({&zero, &one});
 }
 
 // ---- who does not belong
