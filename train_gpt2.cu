@@ -574,6 +574,7 @@ void train_step(Run& run, int step) {
     for (int local = 0; local < model->plan.micro_per_rank(); ++local) micro_step(run, local);
     model->host_stop[0] = stop_requested() != 0 ? 1.0 : 0.0;
     gpt2_update(model, inputs, &run.multi_gpu);
+    planted_host_delay();
     multi_gpu_wait_for(model->decided, &run.multi_gpu);
     run.pipeline->release();
     run.stopping = run.stopping || model->host_stop[1] > 0.0;

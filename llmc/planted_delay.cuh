@@ -35,9 +35,15 @@ inline void planted_delay(const char* name, cudaStream_t stream) {
     if (delay > 0) delay_stream(delay, stream);
 }
 
+// The host stands still.
+inline void planted_host_delay() {
+    std::this_thread::sleep_for(std::chrono::microseconds(switch_value("LLMC_DELAY_HOST_US")));
+}
+
 #else
 
 inline void planted_delay(const char*, cudaStream_t) {}
+inline void planted_host_delay() {}
 
 #endif
 

@@ -6,6 +6,7 @@
 //                         microseconds on the main stream
 //   LLMC_DELAY_NCCL_US    likewise on the streams that communicate
 //   LLMC_DELAY_UPDATE_US  before AdamW, once the host knows of the step's loss
+//   LLMC_DELAY_HOST_US    the host stands still, exactly so long, before it waits for a step
 //   LLMC_JUNK=1           junk in what a step must not read of the one before
 //   LLMC_HOST             stands for the host's name
 //   LLMC_NO_GPU           this process is one of several and finds no GPU, by CUDA's error of this number

@@ -193,11 +193,7 @@ inline void multi_gpu_barrier(const MultiGpuConfig* config) {
 inline void multi_gpu_wait_for(cudaEvent_t event, const MultiGpuConfig* config) {
 #ifdef MULTI_GPU
     if (config->num_processes > 1) {
-        wait_until(*config, "the step", [&] {
-            const cudaError_t status = cudaEventQuery(event);
-            if (status != cudaErrorNotReady) cuda_check(status);
-            return status == cudaSuccess;
-        });
+        wait_for_event(*config, "the step", event);
         config->watch->step_ends();
         return;
     }

@@ -187,8 +187,25 @@ struct CollectiveLog {
     lost_peer(config, why);
 }
 
-// Returns when done() does not return false any more. Ends the process when a rank or the
-// communicator fails, or the time limit is over.
+// Ends this process because of NCCL's error in `what`.
+[[noreturn]] inline void lost_communicator(const MultiGpuConfig& config, ncclResult_t error,
+                                           const char* what) {
+    // A rank's end shows here first at times; the control channel knows which one it was.
+    const std::string named = config.peers->wait_for_failure(2.0);
+    lost_peer(config, !named.empty() ? named
+                                     : format("%s: %s: %s", what, ncclGetErrorString(error),
+                                              ncclGetLastError(config.nccl_comm)));
+}
+
+// Ends this process when the communicator has failed.
+inline void end_with_communicator(const MultiGpuConfig& config) {
+    ncclResult_t state = ncclSuccess;
+    if (config.nccl_comm != nullptr) ncclCommGetAsyncError(config.nccl_comm, &state);
+    if (state != ncclSuccess && state != ncclInProgress) lost_communicator(config, state, "NCCL");
+}
+
+// Returns when done() does not return false any more. Ends the process when, before that, a rank or
+// the communicator fails or the time limit is over.
 template <class Done>
 void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
     using Clock = std::chrono::steady_clock;
@@ -199,15 +216,7 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
     for (int polls = 0; !done(); ++polls) {
         const std::string failure = config.peers->failure();
         if (!failure.empty()) lost_peer(config, failure);
-        ncclResult_t state = ncclSuccess;
-        if (config.nccl_comm != nullptr) ncclCommGetAsyncError(config.nccl_comm, &state);
-        if (state != ncclSuccess && state != ncclInProgress) {
-            // A rank's end shows here first at times; the control channel knows which one it was.
-            const std::string named = config.peers->wait_for_failure(2.0);
-            lost_peer(config, !named.empty() ? named
-                                             : format("NCCL: %s: %s", ncclGetErrorString(state),
-                                                      ncclGetLastError(config.nccl_comm)));
-        }
+        end_with_communicator(config);
         if (seconds_since(start) > config.time_limit_s) {
             over_time(config, what);
         }
@@ -288,22 +297,24 @@ inline void nccl_check(const MultiGpuConfig& config, ncclResult_t result, const 
                    result != ncclInProgress;
         });
     }
-    if (result == ncclSuccess) return;
-    // A rank's end shows here first at times; the control channel knows which one it was.
-    const std::string named = config.peers->wait_for_failure(2.0);
-    lost_peer(config, !named.empty() ? named
-                                     : format("%s: %s: %s", what, ncclGetErrorString(result),
-                                              ncclGetLastError(config.nccl_comm)));
+    if (result != ncclSuccess) lost_communicator(config, result, what);
+}
+
+// Waits on the host until the device has passed `event`. What a stream holds behind a collective that
+// has failed may run all the same, on whatever its buffers held: the communicator is asked once more.
+inline void wait_for_event(const MultiGpuConfig& config, const char* what, cudaEvent_t event) {
+    wait_until(config, what, [&] {
+        const cudaError_t status = cudaEventQuery(event);
+        if (status != cudaErrorNotReady) cuda_check(status);
+        return status == cudaSuccess;
+    });
+    end_with_communicator(config);
 }
 
 // Waits on the host until `stream` has come as far as now.
 inline void wait_for_stream(const MultiGpuConfig& config, const char* what, cudaStream_t stream) {
     cuda_check(cudaEventRecord(config.host_wait, stream));
-    wait_until(config, what, [&] {
-        const cudaError_t status = cudaEventQuery(config.host_wait);
-        if (status != cudaErrorNotReady) cuda_check(status);
-        return status == cudaSuccess;
-    });
+    wait_for_event(config, what, config.host_wait);
 }
 
 // Calls body(), which issues collectives on the NCCL stream, as one group. The host does not wait for

@@ -64,6 +64,29 @@ def test_a_rank_that_stops_while_validation_waits_for_weights(
         ranks.wait(20)
 
 
+def test_a_step_that_a_lost_rank_had_no_part_in_is_not_printed(
+    lab: Lab, pytestconfig: pytest.Config
+) -> None:
+    """A late host found the step done, since nothing waits for a lost rank any more, and printed it
+    with the loss of the step before."""
+    trainer = switches_binary(pytestconfig)
+    args = lab.args(8, {"-x": 100, "-z": 1})
+    args = [arg for arg in args if arg != "--check-ranks"]
+
+    def late(rank: int) -> dict[str, str]:
+        # Rank 1 never queues step 2. Rank 0 does, and looks for its end after rank 1 is gone.
+        return {"LLMC_DELAY_HOST_US": "2000000" if rank == 0 else "60000000"}
+
+    with Ranks(trainer, 2, "tcp", args, lab.folder, env=late) as ranks:
+        ranks.wait_for_step(1)
+        time.sleep(0.5)
+        ranks.signal(1, signal.SIGKILL)
+        run = ranks.wait(20)
+    assert run.first.status == 1, f"{run}"
+    assert "rank 1 died" in run.first.stderr and "in step 2" in run.first.stderr, f"{run}"
+    assert len(run.first.losses) == 1, f"{run}"
+
+
 def test_leftovers_of_a_failed_save_go_with_the_next_one(
     lab: Lab, fp32: Trainer, tmp_path: Path
 ) -> None:

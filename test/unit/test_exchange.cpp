@@ -10,6 +10,7 @@
 #include "llmc/cpu/tree.h"
 #include "llmc/net.h"
 #include "llmc/zero.cuh"
+#include "test/unit/child_process.h"
 
 #ifdef MULTI_GPU
 
@@ -157,6 +158,36 @@ TEST(ExchangeOfFourRanks, EveryWayToSendGivesTheTreesSums) {
 TEST(ExchangeOfTwoNodes, EveryWayToSendGivesTheTreesSums) {
     check_all_ways(4, 2, 0);
     check_all_ways(4, 2, 1);
+}
+
+// Rank 1 goes before a sum in which it has a part. Rank 0 waits only when its stream has passed it.
+std::string late_host() {
+    as_ranks(2, 8, [](MultiGpuConfig* config) {
+        if (config->process_rank == 1) {
+            ncclCommAbort(config->nccl_comm);
+            std::this_thread::sleep_for(std::chrono::seconds(30));
+            return;
+        }
+        *config->unified_buffer = 1.0f;
+        nccl_group(*config, "sum", -1, [&] {
+            nccl_check(*config,
+                       ncclAllReduce(config->unified_buffer, config->unified_buffer, 1, ncclFloat32,
+                                     ncclSum, config->nccl_comm, config->nccl_stream),
+                       "sum");
+        });
+        cudaEvent_t passed;
+        cudaEventCreate(&passed);
+        cudaEventRecord(passed, config->nccl_stream);
+        cudaEventSynchronize(passed);
+        multi_gpu_wait_for(passed, config);
+        _exit(7);
+    });
+    return "both ended";
+}
+const test::ChildMode late_mode("exchange late host", late_host);
+
+TEST(ExchangeOfTwoRanks, ALateHostDoesNotTakeASumThatALostRankHadNoPartIn) {
+    EXPECT_EQ(test::run_again("exchange late host"), "exit status 1");
 }
 
 }  // namespace
