@@ -148,10 +148,9 @@ void copy_gradients(GPT2* model, const ParamTensors<gradX>& to, const ParamTenso
                                cudaMemcpyDeviceToDevice, model->main_stream));
 }
 
-// Adds up the tree's nodes for a range of tensors, given in the order of gradient_order().
-void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t first, size_t count,
-                    size_t max_count) {
-    const size_t tensors = model->num_segments;
+// Adds up the tree's nodes for some tensors.
+void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, const LayerTensor* tensors,
+                    size_t count) {
     for (const TreeNode& node : nodes) {
         if (planted_fault() == Fault::fused_leaf && node.left == 0) {
             if (node.out != kGradients) {
@@ -159,9 +158,16 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, size_t firs
             }
             continue;
         }
-        const size_t table = detail::tree_table(node.left, node.out != kGradients);
-        tree_add(model->tree_ranges + table * tensors + first, static_cast<int>(count), max_count,
-                 model->main_stream);
+        const ParamTensors<gradX>& left = model->spares[node.left];
+        const ParamTensors<gradX>& out =
+            node.out == kGradients ? model->grads : model->spares[node.out];
+        std::vector<TreeRange<gradX>> ranges;
+        for (size_t i = 0; i < count; ++i) {
+            const auto [id, layer] = tensors[i];
+            ranges.push_back({out.at(id, layer), left.at(id, layer), model->grads.at(id, layer),
+                              model->layout.layer_elements(id)});
+        }
+        tree_add(ranges.data(), static_cast<int>(count), model->main_stream);
     }
 }
 
@@ -178,14 +184,19 @@ void reduce_tensors(GPT2* model, size_t first, MultiGpuConfig* multi_gpu) {
     multi_gpu_async_reduce_gradient(tensors, sizes, multi_gpu, model->main_stream);
 }
 
+// Whether groups of gradients go out to other ranks as they become final.
+bool reduces_by_group(const GradientTarget& target, const MultiGpuConfig& multi_gpu) {
+    return target.step_complete && multi_gpu.num_processes > 1;
+}
+
 // The gradients of a group are final on this rank for this micro-batch; after its last one they are
 // reduced.
 void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& group,
                   MultiGpuConfig* multi_gpu) {
     constexpr size_t kLayer = 12, kOther = 2;
-    if (!target.step_complete) return;
+    if (!reduces_by_group(target, *multi_gpu)) return;
     planted_delay("LLMC_DELAY_MAIN_US", model->main_stream);
-    add_tree_nodes(model, target.nodes, group.first, group.count, group.max_count);
+    add_tree_nodes(model, target.nodes, &model->gradient_order[group.first], group.count);
     if (group.count == kLayer) {
         reduce_tensors<kLayer>(model, group.first, multi_gpu);
     } else {
@@ -307,8 +318,8 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
                      a.scratch, B, T, C, target.accumulate, stream);
     finish_group(model, target, model->groups.back(), multi_gpu);
 
-    if (!target.step_complete) {
-        add_tree_nodes(model, target.nodes, 0, model->num_segments, model->max_tensor);
+    if (!reduces_by_group(target, *multi_gpu)) {
+        add_tree_nodes(model, target.nodes, model->memory_order.data(), model->memory_order.size());
     }
 }
 
@@ -551,7 +562,7 @@ void micro_step(Run& run, int local) {
     const MicroBatch batch = run.step_upload.at_hand();
     const GradientTarget of_this = gradient_target(model->plan, local);
     const auto uses_nccl = [&run](const GradientTarget& target) {
-        return target.step_complete && run.multi_gpu.num_processes > 1;
+        return reduces_by_group(target, run.multi_gpu);
     };
     // Beside the target all is the same in every micro-step.
     run.micro_steps.run(of_this, model->main_stream, [=, &run](const GradientTarget& target) {

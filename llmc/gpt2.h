@@ -85,6 +85,7 @@ struct GPT2 {
     // As the forward pass reads them: embeddings, layers 0 ... L-1, final LayerNorm.
     std::vector<LayerTensor> update_order;
     std::vector<TensorGroup> update_groups;
+    std::vector<LayerTensor> memory_order;  // as they lie in memory
     StepRules rules;
     AdamwOptions adamw;
     float weight_decay = 0.0f;
@@ -106,8 +107,6 @@ struct GPT2 {
     double* micro_loss = nullptr;  // of the micro-batch at hand
     AdamwSegment<floatX, gradX>* adamw_segments = nullptr;
     NormChunk<gradX>* norm_chunks = nullptr;
-    TreeRange<gradX>* tree_ranges = nullptr;
-    size_t max_tensor = 0;  // elements of the largest layer of a tensor
     size_t num_segments = 0, max_segment = 0;
     size_t num_chunks = 0, max_chunk = 0;
 

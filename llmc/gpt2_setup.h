@@ -49,8 +49,17 @@ inline std::vector<LayerTensor> update_order(const ModelConfig& config) {
     return order;
 }
 
-// Groups of either order: its first two tensors, each layer's, its last two. max_count is a tensor's
-// elements over `shards`.
+// The same as they lie in memory.
+inline std::vector<LayerTensor> memory_order(const ParamLayout& layout) {
+    std::vector<LayerTensor> order;
+    layout.for_each_layer([&](const ParamInfo& info, size_t layer) {
+        order.push_back({info.id, layer});
+    });
+    return order;
+}
+
+// Groups of the first two orders: its first two tensors, each layer's, its last two. max_count is a
+// tensor's elements over `shards`.
 inline std::vector<TensorGroup> tensor_groups(const GPT2& model,
                                               const std::vector<LayerTensor>& order,
                                               size_t shards) {
@@ -151,28 +160,6 @@ void upload(T* device, const std::vector<T>& host) {
     cuda_check(cudaStreamSynchronize(nullptr));
 }
 
-// Number of the table of ranges for one level of the tree that ends in a spare or in the gradients.
-inline size_t tree_table(int level, bool to_spare) {
-    return 2 * static_cast<size_t>(level) + to_spare;
-}
-
-inline void upload_tree_ranges(GPT2* model) {
-    std::vector<TreeRange<gradX>> ranges;
-    for (int level = 0; level < model->plan.num_spares(); ++level) {
-        for (const bool to_spare : {false, true}) {
-            const bool has_next = level + 1 < model->plan.num_spares();
-            const ParamTensors<gradX>& out =
-                to_spare && has_next ? model->spares[level + 1] : model->grads;
-            for (const LayerTensor& t : model->gradient_order) {
-                ranges.push_back({out.at(t.id, t.layer), model->spares[level].at(t.id, t.layer),
-                                  model->grads.at(t.id, t.layer),
-                                  model->layout.layer_elements(t.id)});
-            }
-        }
-    }
-    upload(model->tree_ranges, ranges);
-}
-
 // Chunks in (tensor, layer, k) order. Those of other ranks' shards are empty here: their sums are 0, and
 // come from their owners.
 inline void upload_norm_chunks(GPT2* model, const MultiGpuConfig& multi_gpu) {
@@ -245,6 +232,7 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     model->state_layout = ParamLayout(model->config, shards);
     // In fp32 the weights are their own master copy.
     model->use_master = model->use_master && sizeof(floatX) < sizeof(float);
+    model->memory_order = memory_order(model->layout);
     model->gradient_order = gradient_order(model->config);
     const size_t tensors = model->gradient_order.size();
     model->groups = tensor_groups(*model, model->gradient_order, 1);
@@ -254,10 +242,9 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     model->num_segments = tensors;
     model->num_chunks = tensors * pieces;
     model->num_sums = model->plan.num_micro_batches + model->num_chunks + 1;
-    model->max_tensor = model->max_segment = model->max_chunk = 0;
+    model->max_segment = model->max_chunk = 0;
     model->layout.for_each_layer([&](const ParamInfo& info, size_t) {
         const size_t elements = model->layout.layer_elements(info.id);
-        model->max_tensor = std::max(model->max_tensor, elements);
         model->max_segment = std::max(model->max_segment, elements / shards);
         model->max_chunk = std::max(model->max_chunk, (elements + pieces - 1) / pieces);
     });
@@ -292,8 +279,6 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     memory.add("step", "losses, norms, tables", &model->micro_loss, 1);
     memory.add("step", "losses, norms, tables", &model->adamw_segments, tensors);
     memory.add("step", "losses, norms, tables", &model->norm_chunks, model->num_chunks);
-    memory.add("step", "losses, norms, tables", &model->tree_ranges,
-               2 * model->spares.size() * tensors);
 }
 
 // Memory, streams, and what is the same for every run. Like everything here that fills memory, this
@@ -323,7 +308,6 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     cuda_check(cudaMemset(model->m.base, 0, state_bytes));
     cuda_check(cudaMemset(model->v.base, 0, state_bytes));
 
-    detail::upload_tree_ranges(model);
     detail::upload_norm_chunks(model, multi_gpu);
     if (multi_gpu.num_processes == 1) model->step_sums = model->own_sums;
     // The places of other ranks stay 0.

@@ -205,13 +205,8 @@ LLMC_LAUNCHER void mean_loss(double* out, const float* losses, int rows, cudaStr
 // ---- update ----
 
 // out = round(a + b), each range; the node of the reduction tree. out may be a or b. `ranges`
-// (num_ranges) in device memory; max_count its largest count.
-LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_ranges, size_t max_count,
-                            cudaStream_t stream);
-
-// The same with a table in host memory, which may go once the launcher returns.
-LLMC_LAUNCHER void tree_add_list(const TreeRange<gradX>* ranges, int num_ranges,
-                                 cudaStream_t stream);
+// (num_ranges) in host memory, which may go once the launcher returns.
+LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_ranges, cudaStream_t stream);
 
 // to = from, bit for bit, each range. The table in host memory, likewise.
 LLMC_LAUNCHER void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream);

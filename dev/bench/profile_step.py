@@ -176,11 +176,9 @@ def label_of(text: str, model: Model) -> str:
     return f"{name} {places.get((sizes['C'], sizes['OC']), '')}".strip()
 
 
-def table_bytes(label: str, counted: int, model: Model) -> float:
-    """Bytes of a launcher whose table of tensors is in device memory: `counted` entries in all."""
+def table_bytes(label: str, model: Model) -> float:
+    """Bytes a step of a launcher whose table of tensors is in device memory."""
     gradients = model.parameters * model.gradient_bytes
-    if label == "tree_add":  # each node of the tree goes through all tensors, in lists
-        return 3 * gradients * counted / (12 * model.layers + 4)
     if label == "global_norm_chunks":
         return gradients / model.shards
     if label == "adamw_update":  # m, v and master read and written, the weight written
@@ -212,7 +210,6 @@ class Row:
     bytes: float = 0.0
     flops: float = 0.0
     ideal: float = 0.0  # s
-    table_entries: int = 0
     names: dict = field(default_factory=lambda: defaultdict(int))
 
     def record(self, steps: int, span: float) -> dict:
@@ -273,7 +270,6 @@ def add_to_rows(rows: dict[str, Row], recording: Recording, work: Work, model: M
     row.bytes += sizes["bytes"]
     row.flops += sizes["flops"]
     row.ideal += ideal_seconds(sizes["bytes"], sizes["flops"], limits)
-    row.table_entries += int(sizes.get("ranges", 0))
 
 
 def gaps_of(kernels: list[Work], begin: int, end: int) -> list[tuple[int, Work | None]]:
@@ -325,9 +321,8 @@ def report(recording: Recording, model: Model, limits: Limits, steps: int) -> di
             gaps.append((length, short_name(recording.name(work)) if work else "the step's end"))
     for label, row in rows.items():
         if row.bytes == 0 and label not in (OUTSIDE, NCCL):
-            # Of one step; the norm and AdamW go through all tensors once.
-            scale = 1 if label == "tree_add" else steps
-            row.bytes = scale * table_bytes(label, row.table_entries, model)
+            # The norm and AdamW go through all tensors once a step.
+            row.bytes = steps * table_bytes(label, model)
             row.ideal = ideal_seconds(row.bytes, 0.0, limits)
     records = sorted((row.record(steps, span) for row in rows.values()), key=lambda r: -r["ms"])
     gaps.sort(key=lambda gap: -gap[0])

@@ -38,26 +38,12 @@ void add_range(const TreeRange<G> range, size_t begin, size_t end) {
     for (size_t k = begin; k < end; ++k) range.out[k] = tree_node(range.a[k], range.b[k]);
 }
 
-// out = tree_node(a, b) over each range. `ranges` TreeRange<G>[num_ranges], read when the stream
-// gets there; `max_count` the largest count. out may be a or b, but not overlap them otherwise.
-// Throws Error for a negative num_ranges and for a null table.
+// out = tree_node(a, b) over each range. `ranges` TreeRange<G>[num_ranges] in host memory, which may go
+// once this returns. out may be a or b, but not overlap them otherwise. Throws Error for a negative
+// num_ranges and for a null table.
 template <class G>
-void tree_add(const TreeRange<G>* ranges, int num_ranges, size_t max_count, cudaStream_t stream) {
+void tree_add(const TreeRange<G>* ranges, int num_ranges, cudaStream_t stream) {
     check_table("tree_add", ranges, num_ranges);
-    if (num_ranges == 0 || max_count == 0) return;
-    enqueue(stream, [=] {
-        constexpr size_t kBlock = size_t{1} << 15;
-        for_each_block(
-            static_cast<size_t>(num_ranges), max_count, kBlock,
-            [&](size_t i) { return ranges[i].count; },
-            [&](size_t i, size_t begin, size_t end) { add_range(ranges[i], begin, end); });
-    });
-}
-
-// As tree_add, with `ranges` in host memory, which may go once this returns.
-template <class G>
-void tree_add_list(const TreeRange<G>* ranges, int num_ranges, cudaStream_t stream) {
-    check_table("tree_add_list", ranges, num_ranges);
     const std::vector<TreeRange<G>> list(ranges, ranges + num_ranges);
     size_t max_count = 0;
     for (const TreeRange<G>& range : list) max_count = std::max(max_count, range.count);

@@ -14,10 +14,7 @@ using namespace llmc::test;
 using Ranges = std::vector<TreeRange<gradX>>;
 
 void launch(const Ranges& ranges) {
-    size_t max_count = 0;
-    for (const TreeRange<gradX>& range : ranges) max_count = std::max(max_count, range.count);
-    const DeviceGuarded<TreeRange<gradX>> table(ranges);
-    tree_add(table.get(), static_cast<int>(ranges.size()), max_count, nullptr);
+    tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
     cuda_check(cudaDeviceSynchronize());
 }
 
@@ -57,34 +54,6 @@ TEST(GpuTree, EveryPairOfSpecialValuesHasTheTwinsBits) {
         EXPECT_EQ(count_different(out.download().data(), expected.data(), a.size()), 0u) << offset;
         out.expect_guards_intact("out");
     }
-}
-
-// More ranges than one launch takes, of many lengths, aligned and not; the table may go at once.
-TEST(GpuTree, TheListsLauncherHasTheTablesBits) {
-    constexpr size_t kRanges = 3 * kTreeListRanges + 5, kRoom = 5000;
-    std::vector<gradX> a(kRanges * kRoom), b(a.size());
-    fill_normal(a.data(), a.size(), 1);
-    fill_normal(b.data(), b.size(), 2);
-    const DeviceGuarded<gradX> device_a(a), device_b(b);
-    DeviceGuarded<gradX> by_list(a), by_table(a);
-    const auto ranges_to = [&](gradX* out) {
-        Ranges ranges;
-        for (size_t i = 0; i < kRanges; ++i) {
-            const size_t begin = i * kRoom + i % 3;
-            ranges.push_back(
-                {out + begin, device_a.get() + begin, device_b.get() + begin, i * 37 % 4900});
-        }
-        return ranges;
-    };
-    launch(ranges_to(by_table.get()));
-    {
-        Ranges list = ranges_to(by_list.get());
-        tree_add_list(list.data(), static_cast<int>(list.size()), nullptr);
-        std::fill(list.begin(), list.end(), TreeRange<gradX>{});
-    }
-    cuda_check(cudaDeviceSynchronize());
-    EXPECT_EQ(count_different(by_list.download().data(), by_table.download().data(), a.size()), 0u);
-    by_list.expect_guards_intact("out");
 }
 
 // The tree over `pieces` by one launch for each level, in place on the left child.
@@ -152,19 +121,53 @@ TEST(GpuTree, RangesOfAnyLengthAreAddedAndNothingElseIsTouched) {
     }
 }
 
-TEST(GpuTree, MoreRangesThanOneLaunchTakes) {
-    const size_t num_ranges = 2 * kMaxRuns + 17, each = 3;
-    const auto a = normal_values<gradX>(num_ranges * each, 1);
-    const auto b = normal_values<gradX>(num_ranges * each, 2);
-    DeviceGuarded<gradX> device_a(a), device_b(b), out(a.size());
+// In gaps of `gap` elements; the table may go at once.
+void expect_many_ranges_have_the_twins_bits(size_t gap) {
+    const size_t num_ranges = 3 * kTreeListRanges + 5, most = 4900, room = most + gap;
+    const auto a = normal_values<gradX>(num_ranges * room, 1);
+    const auto b = normal_values<gradX>(num_ranges * room, 2);
+    const auto before = normal_values<gradX>(num_ranges * room, 3);
+    DeviceGuarded<gradX> device_a(a), device_b(b), out(before);
+    const std::vector<gradX> sums = twin_sum(a, b);
+    std::vector<gradX> expected = before;
     Ranges ranges;
+    size_t begin = 0;
     for (size_t i = 0; i < num_ranges; ++i) {
+        const size_t count = i * 37 % most;
         ranges.push_back(
-            {out.get() + i * each, device_a.get() + i * each, device_b.get() + i * each, each});
+            {out.get() + begin, device_a.get() + begin, device_b.get() + begin, count});
+        std::copy_n(&sums[begin], count, &expected[begin]);
+        begin += count + gap;
     }
-    launch(ranges);
-    EXPECT_TRUE(same_bits(out.download(), twin_sum(a, b)));
+    tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
+    std::fill(ranges.begin(), ranges.end(), TreeRange<gradX>{});
+    EXPECT_TRUE(same_bits(out.download(), expected)) << gap;
     out.expect_guards_intact("out");
+}
+
+// More than one launch takes, or one range, since each goes on where the last one ends.
+TEST(GpuTree, ManyRangesHaveTheTwinsBits) {
+    for (const size_t gap : {0, 1, 8}) expect_many_ranges_have_the_twins_bits(gap);
+}
+
+// Such ranges are not one: the operands lie the other way round.
+TEST(GpuTree, RangesThatFollowEachOtherInTheirSumsAlone) {
+    constexpr size_t kCount = 5000;
+    const auto a = normal_values<gradX>(2 * kCount, 1), b = normal_values<gradX>(2 * kCount, 2);
+    const auto swapped = [](const std::vector<gradX>& x) {
+        std::vector<gradX> y(x.begin() + kCount, x.end());
+        y.insert(y.end(), x.begin(), x.begin() + kCount);
+        return y;
+    };
+    DeviceGuarded<gradX> device_a(a), device_b(b), out(a.size());
+    const auto range = [&](size_t to, size_t left, size_t right) {
+        return TreeRange<gradX>{out.get() + to, device_a.get() + left, device_b.get() + right,
+                                kCount};
+    };
+    launch({range(0, kCount, 0), range(kCount, 0, kCount)});
+    EXPECT_TRUE(same_bits(out.download(), twin_sum(swapped(a), b)));
+    launch({range(0, 0, kCount), range(kCount, kCount, 0)});
+    EXPECT_TRUE(same_bits(out.download(), twin_sum(a, swapped(b))));
 }
 
 TEST(GpuTree, OutMayBeEitherOperand) {
@@ -213,9 +216,9 @@ TEST(GpuTree, PiecesAreNumberedThroughTheirRuns) {
 
 TEST(GpuTree, BadArgumentsAreRefused) {
     const TreeRange<gradX> range = {nullptr, nullptr, nullptr, 0};
-    EXPECT_THROW(tree_add(&range, -1, 1, nullptr), Error);
-    EXPECT_THROW(tree_add(nullptr, 1, 1, nullptr), Error);
-    EXPECT_NO_THROW(tree_add(nullptr, 0, 0, nullptr));
+    EXPECT_THROW(tree_add(&range, -1, nullptr), Error);
+    EXPECT_THROW(tree_add(nullptr, 1, nullptr), Error);
+    EXPECT_NO_THROW(tree_add(nullptr, 0, nullptr));
     EXPECT_THROW(copy_list(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(copy_list(nullptr, 0, nullptr));
 }
@@ -225,19 +228,9 @@ TEST(GpuTree, Bandwidth) {
     const size_t whole = layout.buffer_elements();
     const DeviceBuffer<gradX> a = device_values<gradX>(whole, 1),
                               b = device_values<gradX>(whole, 2);
-    Ranges ranges;
-    size_t elements = 0, max_count = 0, begin = 0;
-    layout.for_each_layer([&](const ParamInfo& info, size_t) {
-        const size_t count = layout.layer_elements(info.id);
-        ranges.push_back({a.get() + begin, a.get() + begin, b.get() + begin, count});
-        begin += count / 128 * 128;
-        elements += count;
-        max_count = std::max(max_count, count);
-    });
-    const DeviceGuarded<TreeRange<gradX>> table(ranges);
-    report_bandwidth("tree_add, d12's gradients", 3.0 * elements * sizeof(gradX), [&](int) {
-        tree_add(table.get(), static_cast<int>(ranges.size()), max_count, nullptr);
-    });
+    const TreeRange<gradX> all = {a.get(), a.get(), b.get(), whole};
+    report_bandwidth("tree_add, d12's gradients", 3.0 * whole * sizeof(gradX),
+                     [&](int) { tree_add(&all, 1, nullptr); });
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ std::vector<G> launch_tree(std::vector<std::vector<G>> pieces) {
             nodes.push_back({pieces[i].data(), pieces[i].data(), pieces[i + width].data(), count});
         }
     }
-    for (const TreeRange<G>& node : nodes) cpu::tree_add(&node, 1, count, nullptr);
+    for (const TreeRange<G>& node : nodes) cpu::tree_add(&node, 1, nullptr);
     cudaDeviceSynchronize();
     return pieces[0];
 }
@@ -195,7 +195,7 @@ TEST(TreeAdd, RangesOfAnyLengthAreAddedAndNothingElseIsTouched) {
         fill_normal(b.back().data(), count, 2);
         ranges.push_back({out.back()->data(), a.back().data(), b.back().data(), count});
     }
-    cpu::tree_add(ranges.data(), static_cast<int>(ranges.size()), 100001, nullptr);
+    cpu::tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
     cudaDeviceSynchronize();
     for (size_t r = 0; r < counts.size(); ++r) {
         out[r]->expect_written("out");
@@ -215,7 +215,7 @@ TEST(TreeAdd, OutMayBeEitherOperand) {
     std::vector<float> into_a = a, into_b = b;
     const TreeRange<float> ranges[] = {{into_a.data(), into_a.data(), b.data(), count},
                                        {into_b.data(), a.data(), into_b.data(), count}};
-    cpu::tree_add(ranges, 2, count, nullptr);
+    cpu::tree_add(ranges, 2, nullptr);
     cudaDeviceSynchronize();
     EXPECT_EQ(count_different(into_a.data(), expected.data(), count), 0u);
     EXPECT_EQ(count_different(into_b.data(), expected.data(), count), 0u);
@@ -225,22 +225,9 @@ TEST(TreeAdd, DoubleIsAddedInDouble) {
     const double a = 1.0, b = 0x1p-50;
     double out = 0.0;
     const TreeRange<double> range = {&out, &a, &b, 1};
-    cpu::tree_add(&range, 1, 1, nullptr);
+    cpu::tree_add(&range, 1, nullptr);
     cudaDeviceSynchronize();
     EXPECT_EQ(out, 1.0 + 0x1p-50);
-}
-
-TEST(TreeAdd, TheTableIsReadWhenTheStreamGetsThere) {
-    const float a = 1.0f, b = 2.0f;
-    float out = 0.0f;
-    TreeRange<float> range = {nullptr, nullptr, nullptr, 0};
-    StreamGate gate;
-    gate.close(nullptr);
-    cpu::tree_add(&range, 1, 1, nullptr);
-    range = {&out, &a, &b, 1};
-    gate.open();
-    cudaDeviceSynchronize();
-    EXPECT_EQ(out, 3.0f);
 }
 
 TEST(TreeAdd, AListMayGoOnceItIsQueued) {
@@ -250,7 +237,7 @@ TEST(TreeAdd, AListMayGoOnceItIsQueued) {
     gate.close(nullptr);
     {
         TreeRange<float> range = {&out, &a, &b, 1};
-        cpu::tree_add_list(&range, 1, nullptr);
+        cpu::tree_add(&range, 1, nullptr);
         range = {nullptr, nullptr, nullptr, 0};
     }
     gate.open();
@@ -260,12 +247,9 @@ TEST(TreeAdd, AListMayGoOnceItIsQueued) {
 
 TEST(TreeAdd, BadArgumentsAreRefused) {
     const TreeRange<float> range = {nullptr, nullptr, nullptr, 0};
-    EXPECT_THROW(cpu::tree_add(&range, -1, 1, nullptr), Error);
-    EXPECT_THROW(cpu::tree_add<float>(nullptr, 1, 1, nullptr), Error);
-    EXPECT_NO_THROW(cpu::tree_add<float>(nullptr, 0, 0, nullptr));
-    EXPECT_THROW(cpu::tree_add_list(&range, -1, nullptr), Error);
-    EXPECT_THROW(cpu::tree_add_list<float>(nullptr, 1, nullptr), Error);
-    EXPECT_NO_THROW(cpu::tree_add_list<float>(nullptr, 0, nullptr));
+    EXPECT_THROW(cpu::tree_add(&range, -1, nullptr), Error);
+    EXPECT_THROW(cpu::tree_add<float>(nullptr, 1, nullptr), Error);
+    EXPECT_NO_THROW(cpu::tree_add<float>(nullptr, 0, nullptr));
     EXPECT_THROW(cpu::copy_list<float>(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::copy_list<float>(nullptr, 0, nullptr));
 }
