@@ -151,6 +151,8 @@ void copy_gradients(GPT2* model, const ParamTensors<gradX>& to, const ParamTenso
 // Adds up the tree's nodes for some tensors.
 void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, const LayerTensor* tensors,
                     size_t count) {
+    std::vector<TreeRange<gradX>> ranges;
+    int num_nodes = 0;
     for (const TreeNode& node : nodes) {
         if (planted_fault() == Fault::fused_leaf && node.left == 0) {
             if (node.out != kGradients) {
@@ -161,14 +163,15 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, const Layer
         const ParamTensors<gradX>& left = model->spares[node.left];
         const ParamTensors<gradX>& out =
             node.out == kGradients ? model->grads : model->spares[node.out];
-        std::vector<TreeRange<gradX>> ranges;
         for (size_t i = 0; i < count; ++i) {
             const auto [id, layer] = tensors[i];
             ranges.push_back({out.at(id, layer), left.at(id, layer), model->grads.at(id, layer),
                               model->layout.layer_elements(id)});
         }
-        tree_add(ranges.data(), static_cast<int>(count), model->main_stream);
+        ++num_nodes;
     }
+    if (num_nodes == 0) return;
+    tree_add(ranges.data(), num_nodes, static_cast<int>(count), model->main_stream);
 }
 
 // Queues the reduction across ranks of N tensors, from number `first` of gradient_order() on.

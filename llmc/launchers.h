@@ -204,9 +204,11 @@ LLMC_LAUNCHER void mean_loss(double* out, const float* losses, int rows, cudaStr
 
 // ---- update ----
 
-// out = round(a + b), each range; the node of the reduction tree. out may be a or b. `ranges`
-// (num_ranges) in host memory, which may go once the launcher returns.
-LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_ranges, cudaStream_t stream);
+// out = round(a + b), each range; nodes of the reduction tree, one after the other. out may be a or b,
+// and a node may read what an earlier one left in the same range. `ranges` (num_nodes, num_ranges) in
+// host memory, which may go once the launcher returns.
+LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_nodes, int num_ranges,
+                            cudaStream_t stream);
 
 // to = from, bit for bit, each range. The table in host memory, likewise.
 LLMC_LAUNCHER void copy_list(const CopyRange<gradX>* ranges, int num_ranges, cudaStream_t stream);

@@ -298,7 +298,7 @@ inline void add_pieces(std::vector<std::vector<gradX*>> buffers, const std::vect
                 buffers[i][left] = out;
             }
         }
-        tree_add(nodes.data(), static_cast<int>(nodes.size()), stream);
+        tree_add(nodes.data(), 1, static_cast<int>(nodes.size()), stream);
     }
 }
 

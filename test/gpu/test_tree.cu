@@ -14,7 +14,7 @@ using namespace llmc::test;
 using Ranges = std::vector<TreeRange<gradX>>;
 
 void launch(const Ranges& ranges) {
-    tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
+    tree_add(ranges.data(), 1, static_cast<int>(ranges.size()), nullptr);
     cuda_check(cudaDeviceSynchronize());
 }
 
@@ -139,7 +139,7 @@ void expect_many_ranges_have_the_twins_bits(size_t gap) {
         std::copy_n(&sums[begin], count, &expected[begin]);
         begin += count + gap;
     }
-    tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
+    tree_add(ranges.data(), 1, static_cast<int>(ranges.size()), nullptr);
     std::fill(ranges.begin(), ranges.end(), TreeRange<gradX>{});
     EXPECT_TRUE(same_bits(out.download(), expected)) << gap;
     out.expect_guards_intact("out");
@@ -168,6 +168,43 @@ TEST(GpuTree, RangesThatFollowEachOtherInTheirSumsAlone) {
     EXPECT_TRUE(same_bits(out.download(), twin_sum(swapped(a), b)));
     launch({range(0, 0, kCount), range(kCount, kCount, 0)});
     EXPECT_TRUE(same_bits(out.download(), twin_sum(a, swapped(b))));
+}
+
+// A row of the tree: the sum in the gradients goes on as an operand. In one of the nodes an operand may
+// lie where vectors do not reach.
+void expect_rows_have_the_twins_bits(size_t num_nodes, size_t odd_node) {
+    const std::vector<size_t> lengths = {1, 4095, 4096, 12288, 40001, 0, 8};
+    const size_t num_ranges = lengths.size() * (kTreeListRanges / lengths.size() + 1);
+    std::vector<std::vector<gradX>> expected;
+    std::vector<std::unique_ptr<DeviceGuarded<gradX>>> sums, spares;
+    Ranges rows(num_nodes * num_ranges);
+    for (size_t i = 0; i < num_ranges; ++i) {
+        const size_t count = lengths[i % lengths.size()];
+        expected.push_back(normal_values<gradX>(count, static_cast<uint32_t>(i + 1)));
+        sums.push_back(std::make_unique<DeviceGuarded<gradX>>(expected[i]));
+        for (size_t n = 0; n < num_nodes; ++n) {
+            const auto spare = normal_values<gradX>(count, static_cast<uint32_t>(1000 * n + i + 1));
+            spares.push_back(std::make_unique<DeviceGuarded<gradX>>(spare, n == odd_node));
+            rows[n * num_ranges + i] = {sums[i]->get(), spares.back()->get(), sums[i]->get(),
+                                        count};
+            expected[i] = twin_sum(spare, expected[i]);
+        }
+    }
+    tree_add(rows.data(), static_cast<int>(num_nodes), static_cast<int>(num_ranges), nullptr);
+    std::fill(rows.begin(), rows.end(), TreeRange<gradX>{});
+    for (size_t i = 0; i < num_ranges; ++i) {
+        EXPECT_TRUE(same_bits(sums[i]->download(), expected[i]))
+            << num_nodes << " nodes, " << expected[i].size() << " elements";
+        sums[i]->expect_guards_intact("sums");
+    }
+}
+
+TEST(GpuTree, ANodeReadsWhatTheOneBeforeLeft) {
+    for (const size_t num_nodes : {1, 2, 3, 7}) {
+        for (const size_t odd_node : {num_nodes, num_nodes / 2}) {
+            expect_rows_have_the_twins_bits(num_nodes, odd_node);
+        }
+    }
 }
 
 TEST(GpuTree, OutMayBeEitherOperand) {
@@ -216,9 +253,14 @@ TEST(GpuTree, PiecesAreNumberedThroughTheirRuns) {
 
 TEST(GpuTree, BadArgumentsAreRefused) {
     const TreeRange<gradX> range = {nullptr, nullptr, nullptr, 0};
-    EXPECT_THROW(tree_add(&range, -1, nullptr), Error);
-    EXPECT_THROW(tree_add(nullptr, 1, nullptr), Error);
-    EXPECT_NO_THROW(tree_add(nullptr, 0, nullptr));
+    EXPECT_THROW(tree_add(&range, 1, -1, nullptr), Error);
+    EXPECT_THROW(tree_add(&range, 0, 1, nullptr), Error);
+    EXPECT_THROW(tree_add(&range, kTreeListRanges + 1, 1, nullptr), Error);
+    EXPECT_THROW(tree_add(nullptr, 1, 1, nullptr), Error);
+    EXPECT_NO_THROW(tree_add(nullptr, 1, 0, nullptr));
+    const TreeRange<gradX> unlike[] = {{nullptr, nullptr, nullptr, 2},
+                                       {nullptr, nullptr, nullptr, 1}};
+    EXPECT_THROW(tree_add(unlike, 2, 1, nullptr), Error);
     EXPECT_THROW(copy_list(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(copy_list(nullptr, 0, nullptr));
 }
@@ -228,9 +270,16 @@ TEST(GpuTree, Bandwidth) {
     const size_t whole = layout.buffer_elements();
     const DeviceBuffer<gradX> a = device_values<gradX>(whole, 1),
                               b = device_values<gradX>(whole, 2);
-    const TreeRange<gradX> all = {a.get(), a.get(), b.get(), whole};
-    report_bandwidth("tree_add, d12's gradients", 3.0 * whole * sizeof(gradX),
-                     [&](int) { tree_add(&all, 1, nullptr); });
+    const DeviceBuffer<gradX> c = device_values<gradX>(whole, 3),
+                              d = device_values<gradX>(whole, 4);
+    gradX* const sum = d.get();
+    const TreeRange<gradX> row[] = {
+        {sum, a.get(), sum, whole}, {sum, b.get(), sum, whole}, {sum, c.get(), sum, whole}};
+    for (const int nodes : {1, 2, 3}) {
+        const std::string name = format("tree_add, d12's gradients, %d nodes", nodes);
+        report_bandwidth(name.c_str(), 3.0 * nodes * whole * sizeof(gradX),
+                         [&](int) { tree_add(row, nodes, 1, nullptr); });
+    }
 }
 
 }  // namespace

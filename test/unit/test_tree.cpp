@@ -89,7 +89,7 @@ std::vector<G> launch_tree(std::vector<std::vector<G>> pieces) {
             nodes.push_back({pieces[i].data(), pieces[i].data(), pieces[i + width].data(), count});
         }
     }
-    for (const TreeRange<G>& node : nodes) cpu::tree_add(&node, 1, nullptr);
+    for (const TreeRange<G>& node : nodes) cpu::tree_add(&node, 1, 1, nullptr);
     cudaDeviceSynchronize();
     return pieces[0];
 }
@@ -195,7 +195,7 @@ TEST(TreeAdd, RangesOfAnyLengthAreAddedAndNothingElseIsTouched) {
         fill_normal(b.back().data(), count, 2);
         ranges.push_back({out.back()->data(), a.back().data(), b.back().data(), count});
     }
-    cpu::tree_add(ranges.data(), static_cast<int>(ranges.size()), nullptr);
+    cpu::tree_add(ranges.data(), 1, static_cast<int>(ranges.size()), nullptr);
     cudaDeviceSynchronize();
     for (size_t r = 0; r < counts.size(); ++r) {
         out[r]->expect_written("out");
@@ -215,17 +215,42 @@ TEST(TreeAdd, OutMayBeEitherOperand) {
     std::vector<float> into_a = a, into_b = b;
     const TreeRange<float> ranges[] = {{into_a.data(), into_a.data(), b.data(), count},
                                        {into_b.data(), a.data(), into_b.data(), count}};
-    cpu::tree_add(ranges, 2, nullptr);
+    cpu::tree_add(ranges, 1, 2, nullptr);
     cudaDeviceSynchronize();
     EXPECT_EQ(count_different(into_a.data(), expected.data(), count), 0u);
     EXPECT_EQ(count_different(into_b.data(), expected.data(), count), 0u);
+}
+
+TEST(TreeAdd, ANodeReadsWhatTheOneBeforeLeft) {
+    const std::vector<size_t> counts = {1, 0, 32769, 100001};
+    std::vector<TreeRange<bf16>> nodes[2];
+    std::vector<std::vector<bf16>> a, b, c, expected;
+    for (const size_t count : counts) {
+        for (auto* each : {&a, &b, &c, &expected}) each->emplace_back(count);
+        fill_normal(a.back().data(), count, 1);
+        fill_normal(b.back().data(), count, 2);
+        fill_normal(c.back().data(), count, 3);
+        for (size_t k = 0; k < count; ++k) {
+            const bf16 sum = cpu::tree_node(a.back()[k], c.back()[k]);
+            expected.back()[k] = cpu::tree_node(b.back()[k], sum);
+        }
+        bf16* sum = c.back().data();
+        nodes[0].push_back({sum, a.back().data(), sum, count});
+        nodes[1].push_back({sum, b.back().data(), sum, count});
+    }
+    nodes[0].insert(nodes[0].end(), nodes[1].begin(), nodes[1].end());
+    cpu::tree_add(nodes[0].data(), 2, static_cast<int>(counts.size()), nullptr);
+    cudaDeviceSynchronize();
+    for (size_t i = 0; i < counts.size(); ++i) {
+        EXPECT_EQ(count_different(c[i].data(), expected[i].data(), counts[i]), 0u) << counts[i];
+    }
 }
 
 TEST(TreeAdd, DoubleIsAddedInDouble) {
     const double a = 1.0, b = 0x1p-50;
     double out = 0.0;
     const TreeRange<double> range = {&out, &a, &b, 1};
-    cpu::tree_add(&range, 1, nullptr);
+    cpu::tree_add(&range, 1, 1, nullptr);
     cudaDeviceSynchronize();
     EXPECT_EQ(out, 1.0 + 0x1p-50);
 }
@@ -237,7 +262,7 @@ TEST(TreeAdd, AListMayGoOnceItIsQueued) {
     gate.close(nullptr);
     {
         TreeRange<float> range = {&out, &a, &b, 1};
-        cpu::tree_add(&range, 1, nullptr);
+        cpu::tree_add(&range, 1, 1, nullptr);
         range = {nullptr, nullptr, nullptr, 0};
     }
     gate.open();
@@ -247,9 +272,15 @@ TEST(TreeAdd, AListMayGoOnceItIsQueued) {
 
 TEST(TreeAdd, BadArgumentsAreRefused) {
     const TreeRange<float> range = {nullptr, nullptr, nullptr, 0};
-    EXPECT_THROW(cpu::tree_add(&range, -1, nullptr), Error);
-    EXPECT_THROW(cpu::tree_add<float>(nullptr, 1, nullptr), Error);
-    EXPECT_NO_THROW(cpu::tree_add<float>(nullptr, 0, nullptr));
+    EXPECT_THROW(cpu::tree_add(&range, 1, -1, nullptr), Error);
+    EXPECT_THROW(cpu::tree_add(&range, 0, 1, nullptr), Error);
+    EXPECT_THROW(cpu::tree_add(&range, 65, 1, nullptr), Error);
+    EXPECT_THROW(cpu::tree_add<float>(nullptr, 1, 1, nullptr), Error);
+    EXPECT_NO_THROW(cpu::tree_add<float>(nullptr, 1, 0, nullptr));
+    float x[2] = {};
+    const TreeRange<float> unlike[] = {{x, x, x, 2}, {x, x, x, 1}};
+    EXPECT_THROW(cpu::tree_add(unlike, 2, 1, nullptr), Error);
+    EXPECT_NO_THROW(cpu::tree_add(unlike, 1, 2, nullptr));
     EXPECT_THROW(cpu::copy_list<float>(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::copy_list<float>(nullptr, 0, nullptr));
 }
