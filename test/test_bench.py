@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_scaling_beside_every_gpu_by_itself(fp32: Trainer, tokens: Path) -> None
     of_linear, of_each = (float(share) for share in re.findall(r"([\d.]+) %", row))
     assert of_linear == pytest.approx(100 * two / (2 * one), rel=1e-3)
     assert of_each == pytest.approx(100 * two / sum(each), rel=1e-3)
+
+
+def test_the_cost_of_the_canonical_order_in_turns(fp32: Trainer, tokens: Path) -> None:
+    result = run_script("scaling.py", "--cpu", "--trainer", fp32.binary, "--data", tokens,
+                        "--works", "d12-b4", "--counts", 1, "--turns", 3, "--steps", 2,
+                        "--warmup", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    line = re.compile(r"^d12-b4 +N 1 (-rw 1)? .* median +([\d.]+) ms", re.M)
+    runs = line.findall(result.stdout)
+    assert [plain for plain, _ in runs] == ["", "-rw 1"] * 3
+    canonical, plain = (statistics.median(float(ms) for how, ms in runs if how == which)
+                        for which in ("", "-rw 1"))
+    (cost,) = re.findall(r"([+-][\d.]+) %$", result.stdout, re.M)
+    # Both are printed with two digits behind the point.
+    assert float(cost) == pytest.approx(100 * (canonical / plain - 1), abs=2.0 / canonical + 0.01)
 
 
 def test_a_part_that_fails_leaves_the_others_and_gives_status_1(

@@ -137,7 +137,8 @@ def measure_torch(args: argparse.Namespace, table: Table) -> dict:
 def measure_scaling(args: argparse.Namespace, table: Table) -> dict:
     works = works_among(args, scaling.DEFAULT_WORKS)
     way = ["--way", args.way] if args.way else []
-    theirs = scaling.parse_arguments([*forwarded(args), *way, "--works", *works])
+    turns = ["--turns", "1" if args.cpu else "3"]
+    theirs = scaling.parse_arguments([*forwarded(args), *way, *turns, "--works", *works])
     results = {work: scaling.measure_work(theirs, work) for work in works}
     scaling.print_table(results)
     for work, result in results.items():

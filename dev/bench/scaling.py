@@ -22,6 +22,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Sequence
@@ -116,16 +117,26 @@ def measure(args: argparse.Namespace, work: str, count: int, more: list[str]) ->
     return result
 
 
+def median_run(runs: Sequence[dict]) -> dict:
+    """The run in the middle by its median step (the slower one of two), and what each took."""
+    middle = sorted(runs, key=lambda run: run["median_ms"])[len(runs) // 2]
+    return {**middle, "medians_ms": [run["median_ms"] for run in runs]}
+
+
 def measure_work(args: argparse.Namespace, work: str) -> dict:
     """All numbers of GPUs of one work, and the plain path where that is wanted."""
     _, batch, total, _ = WORKS[work]
     most = 8 if args.cpu else total // (batch * SEQ)
     counts = [count for count in args.counts if count <= most]
     result: dict = {"canonical": {}, "plain": {}, "share_of_linear": {}, "canonical_cost": {}}
-    for count in counts:
-        result["canonical"][str(count)] = measure(args, work, count, [])
-        if args.plain and work in CANONICAL_COST:
-            result["plain"][str(count)] = measure(args, work, count, ["-rw", "1"])
+    runs: dict = {"canonical": defaultdict(list), "plain": defaultdict(list)}
+    for _ in range(args.turns):
+        for count in counts:
+            runs["canonical"][str(count)].append(measure(args, work, count, []))
+            if args.plain and work in CANONICAL_COST:
+                runs["plain"][str(count)].append(measure(args, work, count, ["-rw", "1"]))
+    for order, of_counts in runs.items():
+        result[order] = {count: median_run(each) for count, each in of_counts.items()}
     if args.each and max(counts) > 1:
         result["each"] = measure_each(args, work, max(counts))
         result["share_of_each"] = {
@@ -189,11 +200,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", help="token file (default: random tokens)")
     parser.add_argument("--steps", type=int, default=20, help="steps that count")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each setting")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
+    if args.turns < 1:
+        parser.error(f"--turns {args.turns}: must be 1 or more")
     if args.counts is None:
         gpus = 2 if args.cpu else count_gpus()
         args.counts = [count for count in SIZES if count <= gpus]
