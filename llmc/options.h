@@ -571,8 +571,10 @@ inline Options parse_options(const std::vector<std::string>& arguments) {
         if (flag->takes_value) {
             // A forgotten value must not swallow the next flag.
             if (i + 1 == arguments.size() || find_flag(arguments[i + 1]) != nullptr) {
-                throw Error(format("%s: its value is missing; must be %s", flag->letters,
-                                   valid_values(*flag).c_str()));
+                const bool wants_help = std::string(flag->letters) == "-h";
+                throw Error(format("%s: its value is missing; must be %s%s", flag->letters,
+                                   valid_values(*flag).c_str(),
+                                   wants_help ? " (--help prints all flags)" : ""));
             }
             value = arguments[++i];
         }

@@ -19,19 +19,45 @@
 
 namespace llmc {
 
-// `text` without what could steer a terminal: control characters other than newline and tab, in one
-// byte (below 0x20, 0x7f) or in UTF-8's two (U+0080 ... U+009F). All other bytes stay.
-inline std::string without_controls(const std::string& text) {
+// Bytes of `text` from `at` on that are one character in UTF-8, or, where none is, the longest
+// beginning of one, or a single byte (Unicode 15, table 3-7, and section 3.9 for what is replaced as
+// one).
+struct Utf8Piece {
+    size_t length;
+    bool whole;
+};
+inline Utf8Piece utf8_piece(const std::string& text, size_t at) {
+    const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+    const unsigned char first = byte(at);
+    if (first < 0x80) return {1, true};
+    if (first < 0xc2 || first > 0xf4) return {1, false};
+    const size_t length = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    // The second byte leaves out longer spellings, surrogates and what lies above U+10FFFF.
+    unsigned char least = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+    unsigned char most = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+    for (size_t i = 1; i < length; ++i) {
+        if (at + i == text.size() || byte(at + i) < least || byte(at + i) > most) return {i, false};
+        least = 0x80, most = 0xbf;
+    }
+    return {length, true};
+}
+
+// `text` as UTF-8 that steers no terminal: without control characters (U+0000 ... U+001F other than
+// newline and tab, U+007F ... U+009F), and with U+FFFD for bytes that are no character.
+inline std::string readable_text(const std::string& text) {
     std::string safe;
-    for (size_t i = 0; i < text.size(); ++i) {
+    for (size_t i = 0; i < text.size();) {
+        const auto [length, whole] = utf8_piece(text, i);
         const unsigned char c = static_cast<unsigned char>(text[i]);
-        const unsigned char next =
-            i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
-        if (c == 0xc2 && next >= 0x80 && next <= 0x9f) {
-            ++i;
-        } else if ((c >= 0x20 && c != 0x7f) || c == '\n' || c == '\t') {
-            safe.push_back(text[i]);
+        const bool control = length == 1
+                                 ? (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f
+                                 : c == 0xc2 && static_cast<unsigned char>(text[i + 1]) < 0xa0;
+        if (!whole) {
+            safe += "\xef\xbf\xbd";
+        } else if (!control) {
+            safe.append(text, i, length);
         }
+        i += length;
     }
     return safe;
 }
@@ -49,7 +75,7 @@ class Tokenizer {
     int vocab_size() const { return static_cast<int>(entries_.size()); }
     int end_of_text() const { return end_of_text_; }
 
-    // The text of `count` tokens, made safe by without_controls; a number outside the vocabulary
+    // The text of `count` tokens, made safe by readable_text; a number outside the vocabulary
     // shows as <number>. A character may be spread over several tokens, so decode them together.
     std::string decode(const int* tokens, size_t count) const {
         std::string text;
@@ -60,7 +86,7 @@ class Tokenizer {
                 text += format("<%d>", tokens[i]);
             }
         }
-        return without_controls(text);
+        return readable_text(text);
     }
 
   private:
