@@ -489,7 +489,7 @@ void print_sample(Run& run, int step) {
     std::vector<int> tokens;
     try {
         tokens = generate(run, step);
-    } catch (const Error& error) {  // logits of NaN: training itself skips such steps and goes on
+    } catch (const NothingToSample& error) {  // training itself skips steps of NaN, and goes on
         print0(run, "%s\n", error.what());
         return;
     }
@@ -641,8 +641,7 @@ void check_ranks(Run& run, int step) {
     const uint64_t own = hash_of_tensors(run.model.params, run.multi_gpu, run.model.layout);
     const std::vector<uint64_t> hashes =
         multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "hashes of weights");
-    for (size_t rank = 0; rank < hashes.size(); ++rank) {
-        if (hashes[rank] == hashes[0]) continue;
+    if (const size_t rank = first_unlike_rank_0(hashes)) {
         throw AgreedError(
             format("--check-ranks: after step %d rank %zu has other weights than rank "
                    "0 (hash %016llx, not %016llx)",

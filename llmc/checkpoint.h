@@ -90,14 +90,21 @@ inline std::vector<int> complete_checkpoints(const std::string& folder) {
     if (dir == nullptr) {
         throw Error(format("-o %s: cannot be read: %s", folder.c_str(), std::strerror(errno)));
     }
-    while (const dirent* entry = ::readdir(dir)) {
+    for (;;) {
+        errno = 0;
+        const dirent* entry = ::readdir(dir);
+        if (entry == nullptr) break;
         int step = 0, length = 0;
         if (std::sscanf(entry->d_name, "DONE_%8d%n", &step, &length) == 1 && length == 13 &&
             entry->d_name[length] == '\0') {
             steps.push_back(step);
         }
     }
+    const int number = errno;
     ::closedir(dir);
+    if (number != 0) {
+        throw Error(format("-o %s: cannot be read: %s", folder.c_str(), std::strerror(number)));
+    }
     std::sort(steps.begin(), steps.end());
     return steps;
 }
@@ -238,7 +245,10 @@ inline std::vector<int> incomplete_checkpoints(const std::string& folder) {
                 std::sscanf(entry->d_name, "state_%8d_", &step) != 1) {
                 continue;
             }
-            if (::access(done_path(folder, step).c_str(), F_OK) != 0) steps.push_back(step);
+            // Another error does not say that there is no mark.
+            if (::access(done_path(folder, step).c_str(), F_OK) != 0 && errno == ENOENT) {
+                steps.push_back(step);
+            }
         }
         ::closedir(dir);
     }

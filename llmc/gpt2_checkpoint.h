@@ -129,13 +129,24 @@ inline std::vector<std::string> compare_state_headers(const StateHeader& mine,
 }
 
 // Writes the checkpoint of `step` steps done; `header` is make_state_header's. All ranks call it; an
-// error of one is an error of all, and leaves the checkpoint without its DONE file.
+// error of one is an error of all, and leaves the checkpoint without its DONE file. Throws AgreedError,
+// before anything is written, when ranks have come apart: nobody could resume from their files.
 inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, StateHeader header,
                                  const std::string& folder, int step) {
     header.step = step;
     header.num_files = multi_gpu.num_processes;
     header.file_index = multi_gpu.process_rank;
     header.weights_hash = hash_of_tensors(model->params, MultiGpuConfig{}, model->layout);
+    const std::vector<uint64_t> hashes =
+        multi_gpu_all_gather_host(multi_gpu, &header.weights_hash, 1, "hashes of weights");
+    if (const size_t rank = first_unlike_rank_0(hashes)) {
+        throw AgreedError(format(
+            "the checkpoint of step %d is not written: rank %zu has other weights than rank 0 "
+            "(hash %016llx, not %016llx); -y 1 goes on from an earlier one, --check-ranks "
+            "compares them after every step",
+            step, rank, static_cast<unsigned long long>(hashes[rank]),
+            static_cast<unsigned long long>(hashes[0])));
+    }
 
     std::vector<float> host;
     const auto part_of_array = [&](StateArray which, Param id, size_t layer) {
@@ -145,6 +156,7 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
         const ElementRange part =
             state_part(model->layout.layer_elements(id), header.file_index, header.num_files);
         const size_t offset = multi_gpu.zero_stage >= 1 ? 0 : part.begin;
+        multi_gpu_end_with_others(multi_gpu);
         host.resize(part.count());
         cuda_check(cudaMemcpy(host.data(), tensors.at(id, layer) + offset,
                               host.size() * sizeof(float), cudaMemcpyDeviceToHost));
@@ -158,6 +170,7 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
         std::vector<floatX> weights;
         write_model_file<floatX>(
             model_path(folder, step), model->config, [&](Param id, size_t layer) {
+                multi_gpu_end_with_others(multi_gpu);
                 weights.resize(model->layout.layer_elements(id));
                 cuda_check(cudaMemcpy(weights.data(), model->params.at(id, layer),
                                       weights.size() * sizeof(floatX), cudaMemcpyDeviceToHost));

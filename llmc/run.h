@@ -555,8 +555,7 @@ inline void compare_weights(const Run& run) {
     const uint64_t own = hash_of_tensors(run.model.params, MultiGpuConfig{}, run.model.layout);
     const std::vector<uint64_t> hashes =
         multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "comparison of weights");
-    for (size_t rank = 1; rank < hashes.size(); ++rank) {
-        if (hashes[rank] == hashes[0]) continue;
+    if (const size_t rank = first_unlike_rank_0(hashes)) {
         throw AgreedError(
             format("rank %zu starts from other weights than rank 0: its %s is another file", rank,
                    run.checkpoint ? "checkpoint" : ("-e " + run.options.model).c_str()));

@@ -11,17 +11,22 @@
 
 namespace llmc {
 
+// Logits of which none is a number.
+struct NothingToSample : Error {
+    using Error::Error;
+};
+
 // The token i with sum(p[0:i]) <= u < sum(p[0:i+1]), p = softmax(logits[0:V]), 0 < u < 1. In
 // double, in index order and with an exp of our own, so that a machine's libm does not choose the
-// text. A logit that is NaN has probability 0, an infinite one 1; Error when nothing is left to
-// choose from.
+// text. A logit that is NaN has probability 0, an infinite one 1; NothingToSample when nothing is left
+// to choose from.
 inline int sample_token(const float* logits, int V, double u) {
     int best = -1;
     for (int i = 0; i < V; ++i) {
         if (!std::isnan(logits[i]) && (best < 0 || logits[i] > logits[best])) best = i;
     }
     if (best < 0 || logits[best] == -HUGE_VALF) {
-        throw Error(format("sampling: none of the %d logits is a finite number", V));
+        throw NothingToSample(format("sampling: none of the %d logits is a finite number", V));
     }
     if (logits[best] == HUGE_VALF) return best;
 

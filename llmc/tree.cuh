@@ -44,7 +44,7 @@ __device__ inline Packed128<G> tree_node(const Packed128<G>& a, const Packed128<
 
 // A short table that travels with the launch. Range is TreeRange<G> or CopyRange<G>. Of ranges with
 // several nodes each, those of one follow each other.
-constexpr int kTreeListRanges = 64;
+constexpr int kTreeListRanges = cpu::kMostTreeNodes;
 template <class Range>
 struct RangeList {
     Range ranges[kTreeListRanges];
@@ -185,7 +185,7 @@ LLMC_LAUNCHER void tree_add(const TreeRange<gradX>* ranges, int num_nodes, int n
                             cudaStream_t stream) {
     cpu::check_tree_table(ranges, num_nodes, num_ranges);
     const LauncherRange range("tree_add", {{"nodes", num_nodes}, {"ranges", num_ranges}},
-                              bytes_of<gradX>(elements_of(ranges, num_nodes * num_ranges), 3));
+                              bytes_of<gradX>(elements_of(ranges, num_ranges), num_nodes + 2));
     for_each_list(ranges, num_nodes, num_ranges, kTreePiece<gradX>,
                   [&](const RangeList<TreeRange<gradX>>& list, uint32_t blocks) {
                       tree_add_kernel<gradX><<<blocks, kTreeThreads, 0, stream>>>(list);

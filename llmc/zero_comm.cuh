@@ -159,7 +159,7 @@ struct CollectiveLog {
             if (entry->index >= 0) where += format(", group %d", entry->index);
         }
     }
-    std::fflush(stdout);
+    // stdout was flushed by who printed; the main thread may hold it, when nobody reads.
     std::fprintf(stderr, "%s: rank %d, %s: %s\n", kProgramName, config.process_rank, where.c_str(),
                  why.c_str());
     std::_Exit(1);
@@ -192,16 +192,28 @@ struct CollectiveLog {
                                            const char* what) {
     // A rank's end shows here first at times; the control channel knows which one it was.
     const std::string named = config.peers->wait_for_failure(2.0);
-    lost_peer(config, !named.empty() ? named
-                                     : format("%s: %s: %s", what, ncclGetErrorString(error),
-                                              ncclGetLastError(config.nccl_comm)));
+    if (!named.empty()) lost_peer(config, named);
+    const std::string own =
+        format("%s: %s: %s", what, ncclGetErrorString(error), ncclGetLastError(config.nccl_comm));
+    config.peers->announce_failure(own);
+    lost_peer(config, own);
 }
 
 // Ends this process when the communicator has failed.
 inline void end_with_communicator(const MultiGpuConfig& config) {
+    if (config.nccl_comm == nullptr) return;
     ncclResult_t state = ncclSuccess;
-    if (config.nccl_comm != nullptr) ncclCommGetAsyncError(config.nccl_comm, &state);
+    const ncclResult_t asked = ncclCommGetAsyncError(config.nccl_comm, &state);
+    if (asked != ncclSuccess) state = asked;
     if (state != ncclSuccess && state != ncclInProgress) lost_communicator(config, state, "NCCL");
+}
+
+// Ends this process when another rank has failed: work that goes on without them is in vain, and may be
+// in the way of the next try.
+inline void multi_gpu_end_with_others(const MultiGpuConfig& config) {
+    if (config.num_processes == 1) return;
+    const std::string failure = config.peers->failure();
+    if (!failure.empty()) lost_peer(config, failure);
 }
 
 // Returns when done() does not return false any more. Ends the process when, before that, a rank or
@@ -214,8 +226,7 @@ void wait_until(const MultiGpuConfig& config, const char* what, Done&& done) {
         return std::chrono::duration<double>(Clock::now() - time).count();
     };
     for (int polls = 0; !done(); ++polls) {
-        const std::string failure = config.peers->failure();
-        if (!failure.empty()) lost_peer(config, failure);
+        multi_gpu_end_with_others(config);
         end_with_communicator(config);
         if (seconds_since(start) > config.time_limit_s) {
             over_time(config, what);
@@ -360,6 +371,7 @@ inline std::vector<unsigned char> all_gather_bytes(const MultiGpuConfig& config,
 #else
 
 inline void multi_gpu_abandon(const MultiGpuConfig&, const std::string&) {}
+inline void multi_gpu_end_with_others(const MultiGpuConfig&) {}
 
 #endif  // MULTI_GPU
 
@@ -378,6 +390,14 @@ std::vector<T> multi_gpu_all_gather_host([[maybe_unused]] const MultiGpuConfig& 
     }
 #endif
     return all;
+}
+
+// The lowest rank whose value is not rank 0's, or 0.
+template <class T>
+size_t first_unlike_rank_0(const std::vector<T>& values) {
+    size_t rank = 1;
+    while (rank < values.size() && values[rank] == values[0]) ++rank;
+    return rank < values.size() ? rank : 0;
 }
 
 // The text of every rank, by rank.

@@ -6,12 +6,14 @@ twice, with the fault and without, and makes the same comparison of both with on
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Callable
 
 import pytest
 
-from helpers import Trainer
-from many_ranks import Lab, assert_same_bits, switches_binary
+from helpers import Trainer, checkpoints, model_path
+from many_ranks import (
+    Lab, assert_all_refused, assert_same_bits, run_ranks, switches_binary, without)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,20 @@ def test_order_of_chunk_sums_is_caught(lab: Lab, switches: Trainer) -> None:
     with pytest.raises(AssertionError, match="different: "):
         assert_same_bits(one, faulty.first)
     assert one.hash == faulty.first.hash, "weights differ, too"
+
+
+def test_ranks_that_have_come_apart_save_nothing(
+    lab: Lab, switches: Trainer, tmp_path: Path
+) -> None:
+    """Such a checkpoint counted as complete, pruned the good ones, and nobody could resume it."""
+    out = tmp_path / "out"
+    args = [*arguments(lab, 8, 1), "-o", out, "-n", 2, "-nk", 1]
+    lab.many(switches, 2, "tcp", [*without(args, "-x"), "-x", 2])
+    assert checkpoints(out) == [2]
+    run = run_ranks(switches, 2, "tcp", [*args, "-y", 1], lab.folder,
+                    env={"LLMC_FAULT": "no_weight_gather"})
+    assert_all_refused(run, "checkpoint of step 4 is not written", "rank 1 has other weights")
+    assert checkpoints(out) == [2] and not model_path(out, 4).exists()
 
 
 @pytest.mark.parametrize("fault, count, zero", [

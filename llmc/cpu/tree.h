@@ -38,12 +38,13 @@ void add_range(const TreeRange<G> range, size_t begin, size_t end) {
     for (size_t k = begin; k < end; ++k) range.out[k] = tree_node(range.a[k], range.b[k]);
 }
 
+constexpr int kMostTreeNodes = 64;  // of one call
+
 // Throws Error unless `ranges` (num_nodes, num_ranges) can be what tree_add takes.
 template <class G>
 void check_tree_table(const TreeRange<G>* ranges, int num_nodes, int num_ranges) {
-    constexpr int kMostNodes = 64;
-    if (num_nodes < 1 || num_nodes > kMostNodes) {
-        throw Error(format("tree_add: %d nodes, must be 1 to %d", num_nodes, kMostNodes));
+    if (num_nodes < 1 || num_nodes > kMostTreeNodes) {
+        throw Error(format("tree_add: %d nodes, must be 1 to %d", num_nodes, kMostTreeNodes));
     }
     check_table("tree_add", ranges, num_ranges);
     for (int i = num_ranges; i < num_nodes * num_ranges; ++i) {
@@ -57,7 +58,7 @@ void check_tree_table(const TreeRange<G>* ranges, int num_nodes, int num_ranges)
 // out = tree_node(a, b) over each range, node after node. `ranges` TreeRange<G>(num_nodes, num_ranges) in
 // host memory, which may go once this returns; a range is as long in all nodes. out may be a or b, but
 // not overlap them otherwise, and a node may read what an earlier one left in the same range. Throws
-// Error for a negative num_ranges, for num_nodes outside 1 ... 64, for a null table, and where lengths
+// Error for a negative num_ranges, for num_nodes outside 1 ... kMostTreeNodes, for a null table, and where lengths
 // differ.
 template <class G>
 void tree_add(const TreeRange<G>* ranges, int num_nodes, int num_ranges, cudaStream_t stream) {

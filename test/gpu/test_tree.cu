@@ -168,6 +168,16 @@ TEST(GpuTree, RangesThatFollowEachOtherInTheirSumsAlone) {
     EXPECT_TRUE(same_bits(out.download(), twin_sum(swapped(a), b)));
     launch({range(0, 0, kCount), range(kCount, kCount, 0)});
     EXPECT_TRUE(same_bits(out.download(), twin_sum(a, swapped(b))));
+    launch({range(kCount, 0, 0), range(0, kCount, kCount)});
+    EXPECT_TRUE(same_bits(out.download(), swapped(twin_sum(a, b))));
+    // Of two nodes the second only.
+    const auto again = [&](size_t to, size_t left) {
+        return TreeRange<gradX>{out.get() + to, device_a.get() + left, out.get() + to, kCount};
+    };
+    const Ranges row = {range(0, 0, 0), range(kCount, kCount, kCount), again(0, kCount),
+                        again(kCount, 0)};
+    tree_add(row.data(), 2, 2, nullptr);
+    EXPECT_TRUE(same_bits(out.download(), twin_sum(swapped(a), twin_sum(a, b))));
 }
 
 // A row of the tree: the sum in the gradients goes on as an operand. In one of the nodes an operand may
@@ -277,7 +287,7 @@ TEST(GpuTree, Bandwidth) {
         {sum, a.get(), sum, whole}, {sum, b.get(), sum, whole}, {sum, c.get(), sum, whole}};
     for (const int nodes : {1, 2, 3}) {
         const std::string name = format("tree_add, d12's gradients, %d nodes", nodes);
-        report_bandwidth(name.c_str(), 3.0 * nodes * whole * sizeof(gradX),
+        report_bandwidth(name.c_str(), (nodes + 2.0) * whole * sizeof(gradX),
                          [&](int) { tree_add(row, nodes, 1, nullptr); });
     }
 }

@@ -32,7 +32,7 @@ struct ChildOptions {
     bool one_core = false;
 };
 
-// What the child printed, or "exit status N" or "signal N" where it failed.
+// What the child printed, and behind it "exit status N" or "signal N" where it failed.
 inline std::string run_again(const std::string& mode, const ChildOptions& options = {}) {
     std::vector<std::string> variables;
     std::vector<std::string> changes = options.environment;
@@ -74,9 +74,9 @@ inline std::string run_again(const std::string& mode, const ChildOptions& option
     close(ends[0]);
     int status = 0;
     waitpid(child, &status, 0);
-    if (WIFSIGNALED(status)) return "signal " + std::to_string(WTERMSIG(status));
-    if (WEXITSTATUS(status) != 0) return "exit status " + std::to_string(WEXITSTATUS(status));
-    return output;
+    if (WIFSIGNALED(status)) return output + "signal " + std::to_string(WTERMSIG(status));
+    if (WEXITSTATUS(status) == 0) return output;
+    return output + "exit status " + std::to_string(WEXITSTATUS(status));
 }
 
 // A hash of bytes (FNV-1a, 64 bits), to compare two processes' results bit for bit.

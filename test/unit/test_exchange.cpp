@@ -2,6 +2,7 @@
 // is cut into rounds and whatever travels together.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <thread>
@@ -162,8 +163,10 @@ TEST(ExchangeOfTwoNodes, EveryWayToSendGivesTheTreesSums) {
 
 // Rank 1 goes before a sum in which it has a part. Rank 0 waits only when its stream has passed it.
 std::string late_host() {
-    as_ranks(2, 8, [](MultiGpuConfig* config) {
+    std::atomic<bool> queued{false};
+    as_ranks(2, 8, [&](MultiGpuConfig* config) {
         if (config->process_rank == 1) {
+            while (!queued) std::this_thread::yield();
             ncclCommAbort(config->nccl_comm);
             std::this_thread::sleep_for(std::chrono::seconds(30));
             return;
@@ -175,10 +178,13 @@ std::string late_host() {
                                      ncclSum, config->nccl_comm, config->nccl_stream),
                        "sum");
         });
+        queued = true;
         cudaEvent_t passed;
         cudaEventCreate(&passed);
         cudaEventRecord(passed, config->nccl_stream);
         cudaEventSynchronize(passed);
+        std::puts("passed");
+        std::fflush(stdout);
         multi_gpu_wait_for(passed, config);
         _exit(7);
     });
@@ -187,7 +193,7 @@ std::string late_host() {
 const test::ChildMode late_mode("exchange late host", late_host);
 
 TEST(ExchangeOfTwoRanks, ALateHostDoesNotTakeASumThatALostRankHadNoPartIn) {
-    EXPECT_EQ(test::run_again("exchange late host"), "exit status 1");
+    EXPECT_EQ(test::run_again("exchange late host"), "passed\nexit status 1");
 }
 
 }  // namespace
