@@ -103,7 +103,7 @@ __device__ inline Packed128<T> load128(const T* from) {
     return {*reinterpret_cast<const uint4*>(from)};
 }
 // For data that nobody reads again soon: the first to leave the cache. A kernel that also stores either
-// streams both ways or neither: such loads beside stores that stay cost 3 to 9 % of its speed (H200).
+// streams both ways or neither: such loads beside stores that stay cost up to 9 % of its speed (H200).
 template <class T>
 __device__ inline Packed128<T> load128_streaming(const T* from) {
     return {__ldcs(reinterpret_cast<const uint4*>(from))};

@@ -5,10 +5,10 @@
 // written for each token that occurs. 72 and 58 % of an H200's copy bandwidth (4.2 TB/s) at
 // 65536 x 768, where both together are 0.1 % of a micro-batch.
 //
-// dwte's sums go by token. The positions sorted by token are cut into pieces of 64, so that the
-// work is spread evenly whatever the tokens are. A token whose positions lie in one piece is
+// dwte's sums go by token. The positions sorted by token are cut into pieces of 64, of 16 where they
+// are few, so that the work is spread evenly whatever the tokens are. A token whose positions lie in one piece is
 // finished there; one that crosses into others leaves a partial sum in scratch for each, and a
-// second kernel adds these in order. Which sums are formed depends on the tokens alone.
+// second kernel adds these in order. Which sums are formed depends on the tokens and their number alone.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,11 @@ namespace llmc {
 
 constexpr int kEncoderThreads = 256;
 constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
-constexpr int kEncoderPiece = 64;  // places in the sorted order
-constexpr int kEncoderBatch = 8;   // rows that a thread of the backward pass has in flight
+// Places of a piece in the sorted order. A piece is a block: few positions would leave multiprocessors
+// without one.
+constexpr int kEncoderPiece = 64, kEncoderSmallPiece = 16;
+constexpr size_t kEncoderFewRows = 16384;
+constexpr int kEncoderBatch = 8;  // rows that a thread of the backward pass has in flight
 
 // A warp for each position.
 template <class T>
@@ -93,14 +96,14 @@ __device__ inline int token_at(const EncoderBackward<T, G>& p, size_t place) {
 }
 
 // Blocks (piece, range of channels); a thread has one group of channels.
-template <class T, class G>
+template <int kPiece, class T, class G>
 __global__ void __launch_bounds__(kEncoderThreads)
     encoder_backward_pieces_kernel(EncoderBackward<T, G> p) {
     constexpr int kWidth = Packed128<T>::kSize;
     // Of the piece's places, and the tokens of these, the one before and the one after.
-    __shared__ int position_of[kEncoderPiece], token_of[kEncoderPiece + 2];
-    const size_t begin = size_t{blockIdx.x} * kEncoderPiece;
-    const int places = static_cast<int>(min(p.rows - begin, static_cast<size_t>(kEncoderPiece)));
+    __shared__ int position_of[kPiece], token_of[kPiece + 2];
+    const size_t begin = size_t{blockIdx.x} * kPiece;
+    const int places = static_cast<int>(min(p.rows - begin, static_cast<size_t>(kPiece)));
     for (int i = threadIdx.x; i < places + 2; i += blockDim.x) {
         // Before place 0 the unsigned number wraps round, where there is no token either.
         token_of[i] = token_at(p, begin + i - 1);
@@ -159,19 +162,19 @@ constexpr int kMergeWidth = 8;
 // Blocks (piece, range of channels): finishes the token whose run begins in the piece and goes on
 // after it. Warp w adds terms w, w + 8, ... of tail, head, head, ...; then the warps' sums are
 // added in order.
-template <class T, class G>
+template <int kPiece, class T, class G>
 __global__ void __launch_bounds__(kEncoderThreads)
     encoder_backward_merge_kernel(EncoderBackward<T, G> p) {
     __shared__ float sums[kEncoderWarps][kMergeWidth][kWarpSize];
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const size_t piece = blockIdx.x, begin = piece * kEncoderPiece, end = begin + kEncoderPiece;
+    const size_t piece = blockIdx.x, begin = piece * kPiece, end = begin + kPiece;
     const int token = token_at(p, end - 1), next = token_at(p, end);
     const int before = token_at(p, begin - 1), first = token_at(p, begin);
     if (token < 0 || token != next || (token == first && token == before)) return;
 
     size_t terms = 1;  // the tail, and a head in each piece that starts with the token
     for (unsigned votes = ~0u; votes == ~0u;) {
-        const size_t place = (piece + terms + lane) * kEncoderPiece;
+        const size_t place = (piece + terms + lane) * kPiece;
         votes = __ballot_sync(0xffffffffu, token_at(p, place) == token);
         terms += __popc(votes);
     }
@@ -253,7 +256,20 @@ LLMC_LAUNCHER void encoder_forward(floatX* out, const int* tokens, const floatX*
 }
 
 inline size_t encoder_backward_pieces(int B, int seq) {
-    return ceil_div<size_t>(static_cast<size_t>(B) * seq, kEncoderPiece);
+    const size_t rows = static_cast<size_t>(B) * seq;
+    return ceil_div<size_t>(rows, rows <= kEncoderFewRows ? kEncoderSmallPiece : kEncoderPiece);
+}
+
+// dwte. `threads` of a block, `groups` of channels a row.
+template <int kPiece>
+void launch_encoder_backward_tokens(const EncoderBackward<floatX, gradX>& p, unsigned pieces,
+                                    int threads, int groups, cudaStream_t stream) {
+    const dim3 blocks(pieces, ceil_div(groups, threads));
+    encoder_backward_pieces_kernel<kPiece><<<blocks, threads, 0, stream>>>(p);
+    launch_check();
+    const dim3 merge_blocks(pieces, ceil_div(p.C, kMergeWidth * kWarpSize));
+    encoder_backward_merge_kernel<kPiece><<<merge_blocks, kEncoderThreads, 0, stream>>>(p);
+    launch_check();
 }
 
 // Bytes of scratch for encoder_backward.
@@ -284,12 +300,11 @@ LLMC_LAUNCHER void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout
     const unsigned pieces = static_cast<unsigned>(encoder_backward_pieces(B, seq));
     const int groups = ceil_div(C, kWidth);
     const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
-    const dim3 blocks(pieces, ceil_div(groups, threads));
-    encoder_backward_pieces_kernel<<<blocks, threads, 0, stream>>>(p);
-    launch_check();
-    const dim3 merge_blocks(pieces, ceil_div(C, kMergeWidth * kWarpSize));
-    encoder_backward_merge_kernel<<<merge_blocks, kEncoderThreads, 0, stream>>>(p);
-    launch_check();
+    if (rows <= kEncoderFewRows) {
+        launch_encoder_backward_tokens<kEncoderSmallPiece>(p, pieces, threads, groups, stream);
+    } else {
+        launch_encoder_backward_tokens<kEncoderPiece>(p, pieces, threads, groups, stream);
+    }
     const size_t position_threads = static_cast<size_t>(seq) * groups;
     const unsigned position_blocks =
         static_cast<unsigned>(ceil_div<size_t>(position_threads, kEncoderThreads));

@@ -113,24 +113,32 @@ TEST(GpuEncoder, BackwardMatchesTwinAndLeavesOtherRows) {
     }
 }
 
-// Runs that end at, just before and just after the ends of pieces of 64, and over several of them.
+// Runs that end at, just before and just after the ends of pieces, and over several of them: pieces of
+// 16, and, with so many rows, of 64.
 TEST(GpuEncoder, RunsThatCrossPieces) {
-    const Shape s{1, 1000, 40};
+    constexpr int kVocab = 150;
+    const int many = static_cast<int>(kEncoderFewRows) / 1000 + 1;
     for (const std::vector<int>& lengths :
          {std::vector<int>{64, 64, 128, 1, 63, 680}, std::vector<int>{63, 2, 63, 1, 127, 744},
           std::vector<int>{1, 64, 64, 64, 807}, std::vector<int>{65, 191, 3, 61, 640, 40},
-          std::vector<int>{1000}}) {
-        std::vector<int> tokens;
-        for (size_t run = 0; run < lengths.size(); ++run) {
-            tokens.insert(tokens.end(), lengths[run], 2 + static_cast<int>(run));
+          std::vector<int>{16, 1, 15, 33, 47, 888}, std::vector<int>{1000}}) {
+        for (const int copies : {1, many}) {
+            const Shape s{copies, 1000, 40};
+            std::vector<int> tokens;
+            for (size_t run = 0; run < copies * lengths.size(); ++run) {
+                const int length = lengths[run % lengths.size()];
+                tokens.insert(tokens.end(), length, 2 + static_cast<int>(run));
+            }
+            ASSERT_EQ(tokens.size(), 1000u * copies);
+            ASSERT_LT(tokens.back(), kVocab);
+            expect_backward_matches(s, tokens, kVocab, false);
+            // The same runs, with their positions all over the batch.
+            for (size_t i = tokens.size() - 1; i > 0; --i) {
+                std::swap(tokens[i],
+                          tokens[random_bits32(3, RandomPurpose::kTest, 1, i) % (i + 1)]);
+            }
+            expect_backward_matches(s, tokens, kVocab, true);
         }
-        ASSERT_EQ(tokens.size(), 1000u);
-        expect_backward_matches(s, tokens, 50, false);
-        // The same runs, with their positions all over the batch.
-        for (size_t i = tokens.size() - 1; i > 0; --i) {
-            std::swap(tokens[i], tokens[random_bits32(3, RandomPurpose::kTest, 1, i) % (i + 1)]);
-        }
-        expect_backward_matches(s, tokens, 50, true);
     }
 }
 
@@ -208,6 +216,15 @@ TEST(GpuEncoder, Bandwidth) {
                                               device_tokens.get(), order.get(), scratch.get(), s.B,
                                               s.T, s.C, false, nullptr);
                          });
+    }
+    {
+        const int few = 4;
+        const std::vector<int> first(tokens.begin(), tokens.begin() + few * s.T);
+        const DeviceGuarded<int> device_tokens(first), order(sorted_order(first));
+        report_bandwidth("encoder_backward d12 B 4", 2.0 * few * s.T * row_bytes, [&](int set) {
+            encoder_backward(dwte.get(), dwpe.get(), out[set].get(), device_tokens.get(),
+                             order.get(), scratch.get(), few, s.T, s.C, false, nullptr);
+        });
     }
     const std::vector<int> same(rows, 220);
     const DeviceGuarded<int> device_tokens(same), order(sorted_order(same));
