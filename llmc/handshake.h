@@ -258,13 +258,13 @@ inline std::string judge_hello(const Message& hello, const ServerIdentity& serve
         return "its job token is not rank 0's; give all ranks of a run the same LLMC_JOB_TOKEN "
                "(where that is unset, SLURM_JOB_ID counts)";
     }
+    if (hello.rank == 0) return "it is rank 0, too; give every process a rank of its own";
     if (hello.size != server.size) {
         return format(
             "it was started as one of %d ranks and rank 0 as one of %d; give all ranks "
             "the same number",
             hello.size, server.size);
     }
-    if (hello.rank == 0) return "it is rank 0, too; give every process a rank of its own";
     if (hello.rank < 0 || hello.rank >= server.size) {
         return format("its rank %d must be between 1 and %d", hello.rank, server.size - 1);
     }

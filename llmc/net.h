@@ -247,8 +247,10 @@ inline Socket listen_at(const Address& address, int* number) {
 inline std::string listen_advice(const std::string& host, int port, int number) {
     const std::string where = host.empty() ? "this machine" : printable(host);
     if (number == EADDRINUSE) {
-        return format("port %d is in use on %s; choose another, the same on all ranks", port,
-                      where.c_str());
+        return format(
+            "port %d is in use on %s, by another run or by a second rank 0; choose another, the "
+            "same on all ranks",
+            port, where.c_str());
     }
     if (number == EADDRNOTAVAIL) {
         return where + " is not an address of this machine; give the address of rank 0's machine";

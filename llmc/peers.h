@@ -276,7 +276,7 @@ inline std::unique_ptr<Peers> PeerServer::wait_for_all(const PeerInfo& self,
 
 inline void PeerServer::begin(int size) {
     if (size < 1 || size > handshake::kMaxRanks) {
-        throw Error(format("%d ranks: must be between 1 and %d", size, handshake::kMaxRanks));
+        throw Error(format("-pn %d: must be between 1 and %d", size, handshake::kMaxRanks));
     }
     server_.size = size;
     arrived_ = std::vector<MessageLink>(static_cast<size_t>(size));

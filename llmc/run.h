@@ -28,6 +28,7 @@
 #include "llmc/logger.h"
 #include "llmc/model_name.h"
 #include "llmc/options.h"
+#include "llmc/printable.h"
 #include "llmc/run_info.h"
 #include "llmc/schedulers.h"
 #include "llmc/tokenizer.h"
@@ -101,6 +102,10 @@ inline ModelConfig choose_model(Run& run) {
         }
     }
     const std::optional<ModelConfig> named = parse_model_name(options.model);
+    if (!named && !is_file(options.model)) {
+        throw Error("-e " + printable(options.model) +
+                    ": no such file; expected a model file, or a model such as d12");
+    }
     return named ? *named : ModelFile(options.model).config();
 }
 

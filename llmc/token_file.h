@@ -16,6 +16,7 @@
 
 #include "llmc/error.h"
 #include "llmc/input_file.h"
+#include "llmc/printable.h"
 
 namespace llmc {
 
@@ -37,7 +38,7 @@ inline std::vector<std::string> expand_pattern(const std::string& pattern,
         throw Error(
             format("%s %s: no such file; expected a token file or a pattern such as "
                    "'data/train_*.bin'",
-                   flag.c_str(), pattern.c_str()));
+                   flag.c_str(), printable(pattern).c_str()));
     }
     std::sort(files.begin(), files.end(), [](const std::string& a, const std::string& b) {
         return std::strcmp(a.c_str(), b.c_str()) < 0;

@@ -84,7 +84,8 @@ inline double seconds_from_environment(const char* name, double fallback) {
     const double value = std::strtod(text, &end);
     if (end == text || *end != '\0' || !(value > 0.0) || value > 1e6) {
         throw Error(
-            format("%s=%s: must be a number of seconds above 0, such as %g", name, text, fallback));
+            format("%s=%s: must be a number of seconds above 0 and up to 1000000, such as %g", name,
+                   text, fallback));
     }
     return value;
 }

@@ -74,6 +74,14 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
 # ------------------------------------------------------------------------------ how a run ended
 
 

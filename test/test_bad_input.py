@@ -320,6 +320,8 @@ def model_file_cases() -> list:
         ("vocabulary above its padding", ints(vocab_size=300) + body, ("300",)),
         ("negative vocabulary", ints(vocab_size=-1) + body, ("-1",)),
         ("no positions", ints(max_seq_len=0) + body, ("0",)),
+        ("a weight that is no number", ints() + body[:-4] + b"\0\0\xc0\x7f", ("lnfb",)),
+        ("an infinite weight", ints() + b"\0\0\x80\x7f" + body[4:], ("wte",)),
     ]
     return [pytest.param(data, needles, id=name) for name, data, needles in cases]
 
@@ -331,6 +333,11 @@ def test_model_file(
     bad = work.folder / "broken.bin"
     bad.write_bytes(data)
     refuse(fp32, work, work.args({"-e": bad, "-o": work.out}), "broken.bin", *needles)
+
+
+def test_a_model_file_that_is_not_there(fp32: Trainer, work: Workplace) -> None:
+    args = work.args({"-e": work.folder / "none.bin", "-o": work.out})
+    refuse(fp32, work, args, "-e", "none.bin", "expected a model file, or a model such as d12")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_the_cost_of_the_canonical_order_in_turns(fp32: Trainer, tokens: Path) -
     assert float(cost) == pytest.approx(100 * (canonical / plain - 1), abs=2.0 / canonical + 0.01)
 
 
+@pytest.mark.parametrize("script", ["scaling.py", "compare_torch.py"])
+def test_a_trainer_that_is_not_there(script: str, tmp_path: Path) -> None:
+    result = run_script(script, "--cpu", "--trainer", tmp_path / "none")
+    assert result.returncode == 2
+    assert "no such program; make train_gpt2cpu builds one" in result.stderr.splitlines()[-1]
+
+
 def test_a_part_that_fails_leaves_the_others_and_gives_status_1(
     tokens: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from many_ranks import (
     assert_all_end_well,
     assert_all_refused,
     free_port,
+    listens,
     run_ranks,
     switches_binary,
 )
@@ -316,3 +317,16 @@ def test_a_rank_that_is_here_already_is_not_declined(lab: Lab, bf16: Trainer) ->
         assert_refused(other.ranks[1], "-b 0")
         ranks.start(2)
         assert_all_end_well(ranks.wait())
+
+
+def test_two_processes_with_rank_0(lab: Lab, bf16: Trainer) -> None:
+    """The first one said that the second had been started as one of 1 ranks."""
+    port = free_port()
+    init, env = ["-ps", LOCALHOST, "-pp", port], {"LLMC_INIT_TIMEOUT_S": "8"}
+    args = lab.args(8, {"-x": 3})
+    with Ranks(bf16, 2, "tcp", args, lab.folder, init=init, env=env, only=[0]) as first:
+        first.wait_until(lambda: listens(LOCALHOST, port))
+        second = run_ranks(bf16, 2, "tcp", args, lab.folder, init=init, env=env, only=[0])
+        run = first.wait()
+    assert_all_refused(second, f"port {port} is in use", "by a second rank 0")
+    assert_all_refused(run, "rank 1 of 2 did not arrive", "it is rank 0, too", "a rank of its own")

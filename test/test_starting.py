@@ -40,6 +40,7 @@ from many_ranks import (
     assert_same_bits,
     find_binary,
     free_port,
+    listens,
     run_ranks,
     train_ranks,
 )
@@ -121,14 +122,6 @@ def test_nccl_1267_ipv6_address(lab: Lab, bf16: Trainer) -> None:
         assert_all_end_well(run)
     else:
         assert_all_refused(run, "-ps ::1")
-
-
-def listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=2).close()
-        return True
-    except OSError:
-        return False
 
 
 def test_rank_0_listens_on_the_given_address_alone(lab: Lab, bf16: Trainer) -> None:

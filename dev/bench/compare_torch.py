@@ -252,6 +252,14 @@ def compare_losses(args: argparse.Namespace) -> dict:
     }
 
 
+def settle_trainer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """The trainer's default, which --cpu decides; an error when there is no such program."""
+    default = "train_gpt2cpu" if args.cpu else "train_gpt2cu"
+    args.trainer = args.trainer or f"./{default}"
+    if not (shutil.which(args.trainer) or shutil.which(str(ROOT / args.trainer))):
+        parser.error(f"--trainer {args.trainer}: no such program; make {default} builds one")
+
+
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """`words` in place of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -259,7 +267,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--losses", action="store_true", help="compare losses instead of speed")
     parser.add_argument("--bound", type=float, default=0.02, help="for two losses of one step")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
-    parser.add_argument("--trainer", default="./train_gpt2cu")
+    parser.add_argument("--trainer", help="default: ./train_gpt2cu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--data", help="token file (default: random tokens)")
     parser.add_argument("--steps", type=int, default=20)
@@ -269,6 +277,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if args.steps <= args.warmup:
         parser.error("--steps must be more than --warmup")
+    settle_trainer(parser, args)
     args.torch = find_torch()
     return args
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
+except ModuleNotFoundError:
+    sys.exit("error: Python package 'numpy' is missing; make setup has it in .venv/bin/python")
 
 TOKEN_MAGIC, TOKEN_VERSION, HEADER_INTS = 20240520, 1, 256
 VOCAB = 50257

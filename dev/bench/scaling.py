@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Sequence
 
-from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, machine_record, save
+from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, machine_record, save, settle_trainer
 from random_tokens import write_random_tokens
 from ranks import Ended, Job, count_gpus, run_job
 
@@ -188,12 +188,12 @@ def print_table(results: dict) -> None:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """`words` in place of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--works", nargs="+", choices=WORKS, default=DEFAULT_WORKS)
     parser.add_argument("--counts", nargs="+", type=int, choices=SIZES, help="numbers of GPUs")
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="leave out -rw 1")
     parser.add_argument("--each", action="store_true", help="every GPU by itself as well")
-    parser.add_argument("--trainer", default="./train_gpt2cu")
+    parser.add_argument("--trainer", help="default: ./train_gpt2cu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--way", choices=["mpi", "tcp", "fs"],
                         default="mpi" if shutil.which("mpirun") else "tcp")
@@ -206,8 +206,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
-    if args.turns < 1:
-        parser.error(f"--turns {args.turns}: must be 1 or more")
+    if args.turns < 1 or args.steps < 1 or args.warmup < 0:
+        parser.error("--turns and --steps must be at least 1, --warmup at least 0")
+    settle_trainer(parser, args)
     if args.counts is None:
         gpus = 2 if args.cpu else count_gpus()
         args.counts = [count for count in SIZES if count <= gpus]

@@ -10,6 +10,7 @@ import argparse
 import base64
 import binascii
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 try:
     import numpy as np
     import tiktoken
+
+    importlib.import_module("tqdm")  # which some scripts use
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: Python package '{missing.name}' is missing;"

@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 from common import (
     DATA_DIR,
     DataError,
@@ -41,6 +38,9 @@ from common import (
 )
 from download import HubFile, download, list_hub_files
 from sources import require_ranks
+
+import numpy as np  # common says which package is missing
+from tqdm import tqdm
 
 DOCUMENTS_A_PIECE = 512
 PROGRESS_FILE = "progress.json"

@@ -16,9 +16,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 from common import (
     DATA_DIR,
     DataError,
@@ -31,6 +28,9 @@ from common import (
 )
 from download import download
 from sources import require_encoder
+
+import numpy as np  # common says which package is missing
+from tqdm import tqdm
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 EVAL_MAGIC, EVAL_VERSION = 20240522, 1

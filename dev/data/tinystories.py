@@ -15,9 +15,6 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 from common import (
     DATA_DIR,
     DataError,
@@ -31,6 +28,9 @@ from common import (
 )
 from download import download
 from sources import require_ranks
+
+import numpy as np  # common says which package is missing
+from tqdm import tqdm
 
 URL = (
     "https://huggingface.co/datasets/roneneldan/TinyStories"

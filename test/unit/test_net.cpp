@@ -200,7 +200,8 @@ TEST(Net, EveryAddressOfANameIsTried) {
     EXPECT_EQ(net::local_address(first), "127.0.0.2");
     Socket none;
     EXPECT_EQ(message([&] { none = net::listen_on(kTwoAddresses, endpoint.port, "-pp", 0.2); }),
-              llmc::format("-pp: port %d is in use on two-addresses.test; choose another, the same "
+              llmc::format("-pp: port %d is in use on two-addresses.test, by another run or by a "
+                           "second rank 0; choose another, the same "
                            "on all ranks",
                            endpoint.port));
 }
