@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import Shape, Trainer, checkpoints, model_path, random_weights, write_model
+from helpers import Shape, Trainer, checkpoints, finish, model_path, random_weights, write_model
 from many_ranks import Lab, Ranks, assert_all_refused, run_ranks, switches_binary
 
 
@@ -85,6 +85,24 @@ def test_a_step_that_a_lost_rank_had_no_part_in_is_not_printed(
     assert run.first.status == 1, f"{run}"
     assert "rank 1 died" in run.first.stderr and "in step 2" in run.first.stderr, f"{run}"
     assert len(run.first.losses) == 1, f"{run}"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(
+    lab: Lab, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """The first one lets the step end and saves, which takes as long as the step does."""
+    args = lab.args(8, {"-x": 100, "-o": tmp_path / "out", "-n": 50})
+    args = [arg for arg in args if arg != "--check-ranks"]
+    process = switches_binary(pytestconfig).start(args, env={"LLMC_DELAY_HOST_US": "3000000"})
+    while "step    1/" not in process.stdout.readline():
+        assert process.poll() is None
+    begin = time.monotonic()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    result = finish(process, timeout=20)
+    assert result.status == -signal.SIGINT and time.monotonic() - begin < 2, f"{result}"
+    assert not checkpoints(tmp_path / "out")
 
 
 def test_leftovers_of_a_failed_save_go_with_the_next_one(
