@@ -564,15 +564,17 @@ void micro_step(Run& run, int local) {
     run.step_upload.take(local, model->main_stream);
     const MicroBatch batch = run.step_upload.at_hand();
     const GradientTarget of_this = gradient_target(model->plan, local);
-    const auto uses_nccl = [&run](const GradientTarget& target) {
-        return reduces_by_group(target, run.multi_gpu);
-    };
+    MultiGpuConfig* const multi_gpu = &run.multi_gpu;
     // Beside the target all is the same in every micro-step.
-    run.micro_steps.run(of_this, model->main_stream, [=, &run](const GradientTarget& target) {
+    run.micro_steps.run(of_this, model->main_stream, [=](const GradientTarget& target) {
         gpt2_forward(model, batch.inputs, model->batch, model->sequence);
-        if (!uses_nccl(target)) gpt2_backward_and_reduce(model, batch, target, &run.multi_gpu);
+        if (!reduces_by_group(target, *multi_gpu)) {
+            gpt2_backward_and_reduce(model, batch, target, multi_gpu);
+        }
     });
-    if (uses_nccl(of_this)) gpt2_backward_and_reduce(model, batch, of_this, &run.multi_gpu);
+    if (reduces_by_group(of_this, *multi_gpu)) {
+        gpt2_backward_and_reduce(model, batch, of_this, multi_gpu);
+    }
     gpt2_keep_loss(model, local, run.multi_gpu);
 }
 
@@ -639,14 +641,9 @@ unsigned long long bits_of(double value) {
 void check_ranks(Run& run, int step) {
     multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
     const uint64_t own = hash_of_tensors(run.model.params, run.multi_gpu, run.model.layout);
-    const std::vector<uint64_t> hashes =
-        multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "hashes of weights");
-    if (const size_t rank = first_unlike_rank_0(hashes)) {
-        throw AgreedError(
-            format("--check-ranks: after step %d rank %zu has other weights than rank "
-                   "0 (hash %016llx, not %016llx)",
-                   step, rank, static_cast<unsigned long long>(hashes[rank]),
-                   static_cast<unsigned long long>(hashes[0])));
+    const std::string difference = difference_of_weights(run.multi_gpu, own);
+    if (!difference.empty()) {
+        throw AgreedError(format("--check-ranks: after step %d ", step) + difference);
     }
     std::string bits;
     if (step > run.first_step) {

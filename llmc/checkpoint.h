@@ -81,29 +81,33 @@ inline ElementRange state_part(size_t elements, size_t part, size_t num_parts) {
     return {elements * part / num_parts, elements * (part + 1) / num_parts};
 }
 
-// Steps of the complete checkpoints in a folder, ascending; none when there is no folder. Error when
-// it cannot be read.
-inline std::vector<int> complete_checkpoints(const std::string& folder) {
-    std::vector<int> steps;
+// Puts the names in a folder into *names, as many as can be read. Returns 0 or errno.
+inline int read_names(const std::string& folder, std::vector<std::string>* names) {
     DIR* dir = ::opendir(folder.c_str());
-    if (dir == nullptr && errno == ENOENT) return steps;
-    if (dir == nullptr) {
-        throw Error(format("-o %s: cannot be read: %s", folder.c_str(), std::strerror(errno)));
-    }
-    for (;;) {
-        errno = 0;
-        const dirent* entry = ::readdir(dir);
-        if (entry == nullptr) break;
-        int step = 0, length = 0;
-        if (std::sscanf(entry->d_name, "DONE_%8d%n", &step, &length) == 1 && length == 13 &&
-            entry->d_name[length] == '\0') {
-            steps.push_back(step);
-        }
+    if (dir == nullptr) return errno;
+    for (errno = 0; const dirent* entry = ::readdir(dir); errno = 0) {
+        names->push_back(entry->d_name);
     }
     const int number = errno;
     ::closedir(dir);
-    if (number != 0) {
+    return number;
+}
+
+// Steps of the complete checkpoints in a folder, ascending; none when there is no folder. Error when
+// it cannot be read.
+inline std::vector<int> complete_checkpoints(const std::string& folder) {
+    std::vector<std::string> names;
+    const int number = read_names(folder, &names);
+    if (number != 0 && number != ENOENT) {
         throw Error(format("-o %s: cannot be read: %s", folder.c_str(), std::strerror(number)));
+    }
+    std::vector<int> steps;
+    for (const std::string& name : names) {
+        int step = 0, length = 0;
+        if (std::sscanf(name.c_str(), "DONE_%8d%n", &step, &length) == 1 && length == 13 &&
+            name.size() == 13) {
+            steps.push_back(step);
+        }
     }
     std::sort(steps.begin(), steps.end());
     return steps;
@@ -170,20 +174,16 @@ class FolderLock {
 // end in .tmp.
 inline void delete_unfinished_files(const std::string& folder) {
     std::vector<std::string> names;
-    if (DIR* dir = ::opendir(folder.c_str())) {
-        while (const dirent* entry = ::readdir(dir)) {
-            const std::string name = entry->d_name;
-            const bool ours = name.rfind("model_", 0) == 0 || name.rfind("state_", 0) == 0 ||
-                              name.rfind("DONE_", 0) == 0 || name.rfind("run.", 0) == 0 ||
-                              name.rfind("main.log", 0) == 0;
-            const size_t dot = name.rfind('.');
-            if (ours && dot != std::string::npos && name.substr(dot) == ".tmp") {
-                names.push_back(name);
-            }
+    read_names(folder, &names);
+    for (const std::string& name : names) {
+        const bool ours = name.rfind("model_", 0) == 0 || name.rfind("state_", 0) == 0 ||
+                          name.rfind("DONE_", 0) == 0 || name.rfind("run.", 0) == 0 ||
+                          name.rfind("main.log", 0) == 0;
+        const size_t dot = name.rfind('.');
+        if (ours && dot != std::string::npos && name.substr(dot) == ".tmp") {
+            ::unlink((folder + "/" + name).c_str());
         }
-        ::closedir(dir);
     }
-    for (const std::string& name : names) ::unlink((folder + "/" + name).c_str());
 }
 
 // Writes one state file whole or not at all. `array(which, id, layer)` returns host memory with this
@@ -225,32 +225,28 @@ inline void delete_checkpoint(const std::string& folder, int step) {
     const std::string model = format("model_%08d.bin", step);
     const std::string state = format("state_%08d_", step);
     std::vector<std::string> names;
-    if (DIR* dir = ::opendir(folder.c_str())) {
-        while (const dirent* entry = ::readdir(dir)) {
-            const std::string name = entry->d_name;
-            if (name == model || name.compare(0, state.size(), state) == 0) names.push_back(name);
+    read_names(folder, &names);
+    for (const std::string& name : names) {
+        if (name == model || name.compare(0, state.size(), state) == 0) {
+            ::unlink((folder + "/" + name).c_str());
         }
-        ::closedir(dir);
     }
-    for (const std::string& name : names) ::unlink((folder + "/" + name).c_str());
 }
 
-// Steps of which there are files but no mark: a writer was killed, or could not go on.
-inline std::vector<int> incomplete_checkpoints(const std::string& folder) {
+// Steps of which there are files but no mark, once for each file: a writer was killed, or could not go
+// on. `complete` are those with a mark, ascending.
+inline std::vector<int> incomplete_checkpoints(const std::string& folder,
+                                               const std::vector<int>& complete) {
+    std::vector<std::string> names;
+    read_names(folder, &names);
     std::vector<int> steps;
-    if (DIR* dir = ::opendir(folder.c_str())) {
-        while (const dirent* entry = ::readdir(dir)) {
-            int step = 0;
-            if (std::sscanf(entry->d_name, "model_%8d.bin", &step) != 1 &&
-                std::sscanf(entry->d_name, "state_%8d_", &step) != 1) {
-                continue;
-            }
-            // Another error does not say that there is no mark.
-            if (::access(done_path(folder, step).c_str(), F_OK) != 0 && errno == ENOENT) {
-                steps.push_back(step);
-            }
+    for (const std::string& name : names) {
+        int step = 0;
+        if ((std::sscanf(name.c_str(), "model_%8d.bin", &step) == 1 ||
+             std::sscanf(name.c_str(), "state_%8d_", &step) == 1) &&
+            !std::binary_search(complete.begin(), complete.end(), step)) {
+            steps.push_back(step);
         }
-        ::closedir(dir);
     }
     return steps;
 }
@@ -259,7 +255,7 @@ inline std::vector<int> incomplete_checkpoints(const std::string& folder) {
 // divides; 0: none is major), keep 0 keeps all; and incomplete ones older than the newest.
 inline void prune_checkpoints(const std::string& folder, int keep, int major_every) {
     const std::vector<int> complete = complete_checkpoints(folder);
-    for (const int step : incomplete_checkpoints(folder)) {
+    for (const int step : incomplete_checkpoints(folder, complete)) {
         if (!complete.empty() && step < complete.back()) delete_checkpoint(folder, step);
     }
     if (keep <= 0) return;

@@ -6,9 +6,10 @@
 // 65536 x 768, where both together are 0.1 % of a micro-batch.
 //
 // dwte's sums go by token. The positions sorted by token are cut into pieces of 64, of 16 where they
-// are few, so that the work is spread evenly whatever the tokens are. A token whose positions lie in one piece is
-// finished there; one that crosses into others leaves a partial sum in scratch for each, and a
-// second kernel adds these in order. Which sums are formed depends on the tokens and their number alone.
+// are few, so that the work is spread evenly whatever the tokens are. A token whose positions lie in
+// one piece is finished there; one that crosses into others leaves a partial sum in scratch for each,
+// and a second kernel adds these in order. Which sums are formed depends on the tokens and their
+// number alone.
 #pragma once
 
 #include <algorithm>
@@ -255,15 +256,15 @@ LLMC_LAUNCHER void encoder_forward(floatX* out, const int* tokens, const floatX*
     launch_check();
 }
 
-inline size_t encoder_backward_pieces(int B, int seq) {
-    const size_t rows = static_cast<size_t>(B) * seq;
-    return ceil_div<size_t>(rows, rows <= kEncoderFewRows ? kEncoderSmallPiece : kEncoderPiece);
+inline bool has_few_rows(size_t rows) {
+    return rows <= kEncoderFewRows;
 }
 
 // dwte. `threads` of a block, `groups` of channels a row.
 template <int kPiece>
-void launch_encoder_backward_tokens(const EncoderBackward<floatX, gradX>& p, unsigned pieces,
-                                    int threads, int groups, cudaStream_t stream) {
+void launch_encoder_backward_tokens(const EncoderBackward<floatX, gradX>& p, int threads,
+                                    int groups, cudaStream_t stream) {
+    const unsigned pieces = static_cast<unsigned>(ceil_div<size_t>(p.rows, kPiece));
     const dim3 blocks(pieces, ceil_div(groups, threads));
     encoder_backward_pieces_kernel<kPiece><<<blocks, threads, 0, stream>>>(p);
     launch_check();
@@ -275,7 +276,9 @@ void launch_encoder_backward_tokens(const EncoderBackward<floatX, gradX>& p, uns
 // Bytes of scratch for encoder_backward.
 LLMC_LAUNCHER size_t encoder_backward_scratch_bytes(int B, int seq, int C) {
     cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
-    return encoder_backward_pieces(B, seq) * 2 * C * sizeof(float);
+    const size_t rows = static_cast<size_t>(B) * seq;
+    const size_t piece = has_few_rows(rows) ? kEncoderSmallPiece : kEncoderPiece;
+    return ceil_div(rows, piece) * 2 * C * sizeof(float);
 }
 
 // dwte[token] += the sum of its rows of dout (B,seq,C); dwpe[t] = the sum over the batch, or +=
@@ -297,13 +300,12 @@ LLMC_LAUNCHER void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout
     const EncoderBackward<floatX, gradX> p = {
         dwte, dwpe, static_cast<float*>(scratch), dout, tokens, order, rows, seq, C, vector};
 
-    const unsigned pieces = static_cast<unsigned>(encoder_backward_pieces(B, seq));
     const int groups = ceil_div(C, kWidth);
     const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
-    if (rows <= kEncoderFewRows) {
-        launch_encoder_backward_tokens<kEncoderSmallPiece>(p, pieces, threads, groups, stream);
+    if (has_few_rows(rows)) {
+        launch_encoder_backward_tokens<kEncoderSmallPiece>(p, threads, groups, stream);
     } else {
-        launch_encoder_backward_tokens<kEncoderPiece>(p, pieces, threads, groups, stream);
+        launch_encoder_backward_tokens<kEncoderPiece>(p, threads, groups, stream);
     }
     const size_t position_threads = static_cast<size_t>(seq) * groups;
     const unsigned position_blocks =

@@ -137,15 +137,12 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
     header.num_files = multi_gpu.num_processes;
     header.file_index = multi_gpu.process_rank;
     header.weights_hash = hash_of_tensors(model->params, MultiGpuConfig{}, model->layout);
-    const std::vector<uint64_t> hashes =
-        multi_gpu_all_gather_host(multi_gpu, &header.weights_hash, 1, "hashes of weights");
-    if (const size_t rank = first_unlike_rank_0(hashes)) {
+    const std::string difference = difference_of_weights(multi_gpu, header.weights_hash);
+    if (!difference.empty()) {
         throw AgreedError(format(
-            "the checkpoint of step %d is not written: rank %zu has other weights than rank 0 "
-            "(hash %016llx, not %016llx); -y 1 goes on from an earlier one, --check-ranks "
-            "compares them after every step",
-            step, rank, static_cast<unsigned long long>(hashes[rank]),
-            static_cast<unsigned long long>(hashes[0])));
+            "the checkpoint of step %d is not written: %s; -y 1 goes on from an earlier one, "
+            "--check-ranks compares them after every step",
+            step, difference.c_str()));
     }
 
     std::vector<float> host;

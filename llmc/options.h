@@ -241,8 +241,7 @@ inline std::vector<Flag> numerics_flags() {
             "-cg", "cuda_graphs", &O::cuda_graphs, "1",
             "1: launch a micro-step as one CUDA graph, on a GPU; with several processes the last "
             "one's backward pass kernel by kernel, since NCCL's calls are among it. No graphs "
-            "where "
-            "cuDNN computes attention's backward pass. The bits are the same"),
+            "where cuDNN computes attention's backward pass. The bits are the same"),
     };
 }
 

@@ -152,18 +152,18 @@ void for_each_list(const Range* ranges, int num_nodes, int num_ranges, size_t pi
     for (int i = 0; i < num_ranges; ++i) {
         if (ranges[i].count == 0) continue;
         const auto node = [&](int n) -> const Range& { return ranges[n * num_ranges + i]; };
-        Range* last = list.ranges + (list.count - 1) * num_nodes;
-        bool one = list.count > 0;
-        for (int n = 0; n < num_nodes && one; ++n) one = goes_on(last[n], node(n));
-        if (!one && (list.count + 1) * num_nodes > kTreeListRanges) flush();
-        if (!one) last = list.ranges + list.count++ * num_nodes;
-        for (int n = 0; n < num_nodes; ++n) {
-            if (one) {
-                last[n].count += node(n).count;
-            } else {
-                last[n] = node(n);
-            }
+        const auto place = [&](int n) -> Range& {
+            return list.ranges[(list.count - 1) * num_nodes + n];
+        };
+        bool follows = list.count > 0;
+        for (int n = 0; n < num_nodes && follows; ++n) follows = goes_on(place(n), node(n));
+        if (follows) {
+            for (int n = 0; n < num_nodes; ++n) place(n).count += node(n).count;
+            continue;
         }
+        if ((list.count + 1) * num_nodes > kTreeListRanges) flush();
+        ++list.count;
+        for (int n = 0; n < num_nodes; ++n) place(n) = node(n);
     }
     flush();
 }

@@ -401,6 +401,18 @@ size_t first_unlike_rank_0(const std::vector<T>& values) {
     return rank < values.size() ? rank : 0;
 }
 
+// Which rank's weights are not rank 0's, in words, or "" when all are; `own` is the hash of this rank's.
+// The same on every rank.
+inline std::string difference_of_weights(const MultiGpuConfig& config, uint64_t own) {
+    const std::vector<uint64_t> hashes =
+        multi_gpu_all_gather_host(config, &own, 1, "hashes of weights");
+    const size_t rank = first_unlike_rank_0(hashes);
+    if (rank == 0) return "";
+    return format("rank %zu has other weights than rank 0 (hash %016llx, not %016llx)", rank,
+                  static_cast<unsigned long long>(hashes[rank]),
+                  static_cast<unsigned long long>(hashes[0]));
+}
+
 // The text of every rank, by rank.
 inline std::vector<std::string> multi_gpu_all_gather_text(const MultiGpuConfig& config,
                                                           const std::string& mine,

@@ -421,6 +421,11 @@ class Lab:
         return run
 
 
+def unchecked(args: Args) -> list[object]:
+    """A command without --check-ranks, which would stop ranks that have come apart."""
+    return [arg for arg in args if arg != "--check-ranks"]
+
+
 def without(args: Args, *flags: str) -> list[object]:
     """A command without some flags and their values."""
     found = list(args)

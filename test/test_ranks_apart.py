@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import Shape, Trainer, checkpoints, finish, model_path, random_weights, write_model
-from many_ranks import Lab, Ranks, assert_all_refused, run_ranks, switches_binary
+from many_ranks import Lab, Ranks, assert_all_refused, run_ranks, switches_binary, unchecked
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,7 @@ def test_another_model_file_on_one_rank(
     for rank in (0, 1):
         (tmp_path / f"{rank}").mkdir()
         write_model(tmp_path / f"{rank}" / "m.bin", Shape(), random_weights(Shape(), seed=rank))
-    args = lab.args(8, {"-e": "m.bin", "-z": zero, "-o": tmp_path / "out", "-n": 5})
-    args = [arg for arg in args if arg != "--check-ranks"]
+    args = unchecked(lab.args(8, {"-e": "m.bin", "-z": zero, "-o": tmp_path / "out", "-n": 5}))
 
     def in_own_folder(rank: int) -> list[str]:
         return ["sh", "-c", f'cd "{tmp_path}/{rank}" && exec "$@"', "sh"]
@@ -52,8 +51,7 @@ def test_a_rank_that_stops_while_validation_waits_for_weights(
     trainer = switches_binary(pytestconfig)
     limit = 4
     env = {"LLMC_COMM_TIMEOUT_S": str(limit), "LLMC_DELAY_MAIN_US": "400000"}
-    args = lab.args(8, {"-x": 100000, "-z": 1, "-v": 1, "-m": 4})
-    args = [arg for arg in args if arg != "--check-ranks"]
+    args = unchecked(lab.args(8, {"-x": 100000, "-z": 1, "-v": 1, "-m": 4}))
     with Ranks(trainer, 2, "tcp", args, lab.folder, env=env) as ranks:
         ranks.wait_for_step(1)
         ranks.signal(1, signal.SIGSTOP)
@@ -70,8 +68,7 @@ def test_a_step_that_a_lost_rank_had_no_part_in_is_not_printed(
     """A late host found the step done, since nothing waits for a lost rank any more, and printed it
     with the loss of the step before."""
     trainer = switches_binary(pytestconfig)
-    args = lab.args(8, {"-x": 100, "-z": 1})
-    args = [arg for arg in args if arg != "--check-ranks"]
+    args = unchecked(lab.args(8, {"-x": 100, "-z": 1}))
 
     def late(rank: int) -> dict[str, str]:
         # Rank 1 never queues step 2. Rank 0 does, and looks for its end after rank 1 is gone.
@@ -91,8 +88,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(
     lab: Lab, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     """The first one lets the step end and saves, which takes as long as the step does."""
-    args = lab.args(8, {"-x": 100, "-o": tmp_path / "out", "-n": 50})
-    args = [arg for arg in args if arg != "--check-ranks"]
+    args = unchecked(lab.args(8, {"-x": 100, "-o": tmp_path / "out", "-n": 50}))
     process = switches_binary(pytestconfig).start(args, env={"LLMC_DELAY_HOST_US": "3000000"})
     while "step    1/" not in process.stdout.readline():
         assert process.poll() is None

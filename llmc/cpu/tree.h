@@ -58,8 +58,8 @@ void check_tree_table(const TreeRange<G>* ranges, int num_nodes, int num_ranges)
 // out = tree_node(a, b) over each range, node after node. `ranges` TreeRange<G>(num_nodes, num_ranges) in
 // host memory, which may go once this returns; a range is as long in all nodes. out may be a or b, but
 // not overlap them otherwise, and a node may read what an earlier one left in the same range. Throws
-// Error for a negative num_ranges, for num_nodes outside 1 ... kMostTreeNodes, for a null table, and where lengths
-// differ.
+// Error for a negative num_ranges, for num_nodes outside 1 ... kMostTreeNodes, for a null table, and
+// where lengths differ.
 template <class G>
 void tree_add(const TreeRange<G>* ranges, int num_nodes, int num_ranges, cudaStream_t stream) {
     check_tree_table(ranges, num_nodes, num_ranges);
