@@ -5,6 +5,7 @@
 #ifdef LLMC_TEST_SWITCHES
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <thread>
 #endif
 
@@ -35,9 +36,12 @@ inline void planted_delay(const char* name, cudaStream_t stream) {
     if (delay > 0) delay_stream(delay, stream);
 }
 
-// The host stands still.
+// The host stands still, and says so first: a test that acts in this moment waits for the line.
 inline void planted_host_delay() {
-    std::this_thread::sleep_for(std::chrono::microseconds(switch_value("LLMC_DELAY_HOST_US")));
+    const int delay = switch_value("LLMC_DELAY_HOST_US");
+    if (delay == 0) return;
+    fprintf(stderr, "LLMC_DELAY_HOST_US: the host stands still\n");
+    std::this_thread::sleep_for(std::chrono::microseconds(delay));
 }
 
 #else

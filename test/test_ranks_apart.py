@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import Shape, Trainer, checkpoints, finish, model_path, random_weights, write_model
+from helpers import Shape, Trainer, checkpoints, model_path, random_weights, write_model
 from many_ranks import Lab, Ranks, assert_all_refused, run_ranks, switches_binary, unchecked
 
 
@@ -75,8 +75,7 @@ def test_a_step_that_a_lost_rank_had_no_part_in_is_not_printed(
         return {"LLMC_DELAY_HOST_US": "2000000" if rank == 0 else "60000000"}
 
     with Ranks(trainer, 2, "tcp", args, lab.folder, env=late) as ranks:
-        ranks.wait_for_step(1)
-        time.sleep(0.5)
+        ranks.wait_until(lambda: ranks.stderr(0).count("the host stands still") == 2, 20)
         ranks.signal(1, signal.SIGKILL)
         run = ranks.wait(20)
     assert run.first.status == 1, f"{run}"
@@ -89,15 +88,15 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(
 ) -> None:
     """The first one lets the step end and saves, which takes as long as the step does."""
     args = unchecked(lab.args(8, {"-x": 100, "-o": tmp_path / "out", "-n": 50}))
-    process = switches_binary(pytestconfig).start(args, env={"LLMC_DELAY_HOST_US": "3000000"})
-    while "step    1/" not in process.stdout.readline():
-        assert process.poll() is None
-    begin = time.monotonic()
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-    result = finish(process, timeout=20)
-    assert result.status == -signal.SIGINT and time.monotonic() - begin < 2, f"{result}"
+    env = {"LLMC_DELAY_HOST_US": "30000000"}
+    with Ranks(switches_binary(pytestconfig), 1, "tcp", args, lab.folder, env=env) as ranks:
+        ranks.wait_until(lambda: "the host stands still" in ranks.stderr(0))
+        begin = time.monotonic()
+        # Two that come before the process runs again are one to it.
+        while ranks.started[0].poll() is None and time.monotonic() - begin < 15:
+            ranks.signal(0, signal.SIGINT)
+            time.sleep(0.2)
+        assert ranks.started[0].poll() == -signal.SIGINT, f"{ranks.wait()}"
     assert not checkpoints(tmp_path / "out")
 
 
