@@ -250,7 +250,8 @@ bench_cpu: check-deps
 bench_cpu_programs: train_only $(CPU_DIR)/bench_launchers
 
 ## Measure cuBLASLt's algorithms on the GPU at hand, into llmc/matmul_algorithms.inc
-tune: $(CUDA_DIR)/tune
+tune: $(if $(GPU),$(CUDA_DIR)/tune)
+	$(need_gpu)
 	@$< $(TUNE_ARGS)
 
 ## Bandwidth of the gradient reduction beside NCCL's own (without a GPU: the CPU stand-in)
@@ -258,7 +259,8 @@ bench_comm: $(COMM_PROGRAM)
 	@PROGRAM=$(COMM_PROGRAM) dev/bench/comm.sh $(ARGS)
 
 ## Time of a training step by kernel, on the GPU at hand (ARGS: see dev/bench/profile_step.py)
-profile: $(PROFILE_LIBRARY) train_gpt2cu
+profile: $(if $(GPU),$(PROFILE_LIBRARY) train_gpt2cu)
+	$(need_gpu)
 	@$(PYTHON) dev/bench/profile_step.py --trainer ./train_gpt2cu --library $(PROFILE_LIBRARY) $(ARGS)
 
 ## Say what was found on this machine and what is missing
