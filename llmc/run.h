@@ -262,8 +262,8 @@ inline void check_memory(const Run& run) {
                        static_cast<double>(available) / (1 << 20), remedy.c_str()));
 }
 
-inline void print_row(const Run& run, const char* name, const std::string& value) {
-    print0(run, "| %-27s | %-62s |\n", name, value.c_str());
+inline void print_row(const Run& run, const std::string& name, const std::string& value) {
+    print0(run, "| %-27s | %-62s |\n", name.c_str(), value.c_str());
 }
 
 inline const char* gelu_fusion_text(int level) {
@@ -278,65 +278,71 @@ inline bool uses_graphs(const Run& run) {
            attention_fits_graphs(run.options.seq_len, config.channels / config.num_heads);
 }
 
-// A flag's value as the run uses it, and as it was asked for where that is something else.
-inline std::string value_in_use(const Run& run, const Flag& flag) {
-    Options asked = run.options;
-    asked.num_processes = run.multi_gpu.num_processes;  // -pn's, or mpirun's
-    Options used = asked;
+// The options as the run uses them, which need not be what was asked for.
+inline Options options_in_use(const Run& run) {
+    Options used = run.options;
+    used.num_processes = run.multi_gpu.num_processes;  // -pn's, or mpirun's
     used.zero_stage = run.multi_gpu.zero_stage;
-    if (asked.gelu_fusion >= 0) used.gelu_fusion = run.model.gelu_fusion;
+    if (used.gelu_fusion >= 0) used.gelu_fusion = run.model.gelu_fusion;
     used.cuda_graphs = uses_graphs(run);
-    const std::string value = flag_value(used, flag), wish = flag_value(asked, flag);
-    return value == wish ? value : value + " (" + wish + " asked)";
+    return used;
+}
+
+// The table's rows on what runs, as (name, text).
+inline std::vector<std::pair<std::string, std::string>> plan_rows(const Run& run) {
+    const Options& options = run.options;
+    const ModelConfig& config = run.model.config;
+    const ReductionPlan& plan = run.model.plan;
+    std::vector<std::pair<std::string, std::string>> rows = {
+        {"device", run.device},
+        {"precision",
+         format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16")},
+        {"model",
+         format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
+                config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size)},
+        {"attention", attention_backend(options.seq_len, config.channels / config.num_heads)},
+        {"matrix products",
+         matmul_backend(options.batch_size * options.seq_len, config.num_layers, config.channels,
+                        config.padded_vocab_size, run.model.gelu_fusion)},
+        {"GELU", gelu_fusion_text(run.model.gelu_fusion)},
+        {"parameters", format("%zu", run.model.layout.num_parameters())},
+        {"training windows",
+         format("%llu of %d tokens", static_cast<unsigned long long>(run.train_data->num_windows()),
+                options.seq_len)}};
+    if (run.val_data) {
+        rows.emplace_back("validation windows",
+                          format("%llu, %d micro-batches used",
+                                 static_cast<unsigned long long>(run.val_data->num_windows()),
+                                 run.val_batches()));
+    }
+    rows.emplace_back("tokens in a step",
+                      format("%lld", static_cast<long long>(run.batch.total_tokens)));
+    rows.emplace_back("micro-batches in a step",
+                      plan.canonical
+                          ? format("%d, width %d, %d slots a process", plan.num_micro_batches,
+                                   plan.width, plan.slots_per_rank())
+                          : format("%d, one slot", plan.num_micro_batches));
+    if (!plan.canonical) rows.emplace_back("no tree", plan.why_not);
+    rows.emplace_back("processes", format("%d, ZeRO stage %d", run.multi_gpu.num_processes,
+                                          run.multi_gpu.zero_stage));
+    rows.emplace_back("steps", format("%d", run.num_steps));
+    return rows;
 }
 
 inline void print_plan(const Run& run) {
-    const Options& options = run.options;
-    const ModelConfig& config = run.model.config;
     const std::string rule = "+" + std::string(29, '-') + "+" + std::string(64, '-') + "+\n";
     print0(run, "%s", rule.c_str());
+    Options asked = run.options;
+    asked.num_processes = run.multi_gpu.num_processes;
+    const Options used = options_in_use(run);
     for (const Flag& flag : flag_table()) {
-        if (flag.takes_value) {
-            print_row(run, (std::string(flag.letters) + " " + flag.name).c_str(),
-                      value_in_use(run, flag));
-        }
+        if (!flag.takes_value) continue;
+        const std::string value = flag_value(used, flag), wish = flag_value(asked, flag);
+        print_row(run, std::string(flag.letters) + " " + flag.name,
+                  value == wish ? value : value + " (" + wish + " asked)");
     }
     print0(run, "%s", rule.c_str());
-    print_row(run, "device", run.device);
-    print_row(run, "precision",
-              format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16"));
-    print_row(
-        run, "model",
-        format("%d layers, %d channels, %d heads, vocabulary %d in %d", config.num_layers,
-               config.channels, config.num_heads, config.vocab_size, config.padded_vocab_size));
-    print_row(run, "attention",
-              attention_backend(run.options.seq_len, config.channels / config.num_heads).c_str());
-    print_row(run, "matrix products",
-              matmul_backend(options.batch_size * options.seq_len, config.num_layers,
-                             config.channels, config.padded_vocab_size, run.model.gelu_fusion));
-    print_row(run, "GELU", gelu_fusion_text(run.model.gelu_fusion));
-    print_row(run, "parameters", format("%zu", run.model.layout.num_parameters()));
-    print_row(
-        run, "training windows",
-        format("%llu of %d tokens", static_cast<unsigned long long>(run.train_data->num_windows()),
-               options.seq_len));
-    if (run.val_data) {
-        print_row(run, "validation windows",
-                  format("%llu, %d micro-batches used",
-                         static_cast<unsigned long long>(run.val_data->num_windows()),
-                         run.val_batches()));
-    }
-    print_row(run, "tokens in a step",
-              format("%lld", static_cast<long long>(run.batch.total_tokens)));
-    print_row(run, "micro-batches in a step",
-              run.model.plan.canonical
-                  ? format("%d, width %d, %d slots a process", run.model.plan.num_micro_batches,
-                           run.model.plan.width, run.model.plan.slots_per_rank())
-                  : format("%d, one slot", run.model.plan.num_micro_batches));
-    if (!run.model.plan.canonical) print_row(run, "no tree", run.model.plan.why_not);
-    print_row(run, "processes",
-              format("%d, ZeRO stage %d", run.multi_gpu.num_processes, run.multi_gpu.zero_stage));
-    print_row(run, "steps", format("%d", run.num_steps));
+    for (const auto& [name, text] : plan_rows(run)) print_row(run, name, text);
     print0(run, "%s", rule.c_str());
     if (run.is_main()) run.model.memory.print(stdout);
     print0(run, "%s", rule.c_str());
@@ -527,6 +533,8 @@ inline void open_output(Run& run) {
     RunInfo info;
     info.command_line = run.command_line;
     info.options = run.options;
+    info.options_in_use = options_in_use(run);
+    info.plan = plan_rows(run);
     info.num_processes = run.multi_gpu.num_processes;
     info.device = run.device;
     info.libraries = library_versions();

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <ctime>
 #include <string>
@@ -71,7 +72,10 @@ inline std::string json_string(std::string_view text) {
 // One start of the program.
 struct RunInfo {
     std::vector<std::string> command_line;  // argv, the program's name first
-    Options options;
+    Options options;                        // as asked for
+    Options options_in_use;                 // and as the run takes them
+    std::vector<std::pair<std::string, std::string>>
+        plan;  // what runs, as the table says: name, text
     int num_processes = 1;
     std::string device;                                          // the GPU's name, or the CPU's
     std::vector<std::pair<std::string, std::string>> libraries;  // name, version
@@ -120,17 +124,34 @@ inline std::string json_object(const JsonMembers& members, const std::string& in
     return json + indent + "}";
 }
 
-inline std::string options_json(const Options& options, const std::string& indent) {
+inline std::string option_json(const Options& options, const Flag& flag) {
+    const std::string value = flag_value(options, flag);
+    if (is_bool(flag)) return value == "1" ? "true" : "false";
+    return is_text(flag) ? json_string(value) : value;
+}
+
+inline JsonMembers option_members(const Options& options) {
     JsonMembers members;
-    for (const Flag& flag : flag_table()) {
-        const std::string value = flag_value(options, flag);
-        if (is_bool(flag)) {
-            members.emplace_back(flag.name, value == "1" ? "true" : "false");
-        } else {
-            members.emplace_back(flag.name, is_text(flag) ? json_string(value) : value);
-        }
+    for (const Flag& flag : flag_table())
+        members.emplace_back(flag.name, option_json(options, flag));
+    return members;
+}
+
+// The members of `members` that are not in `others`.
+inline JsonMembers members_unlike(const JsonMembers& members, const JsonMembers& others) {
+    JsonMembers unlike;
+    for (const auto& member : members) {
+        if (std::find(others.begin(), others.end(), member) == others.end())
+            unlike.push_back(member);
     }
-    return json_object(members, indent);
+    return unlike;
+}
+
+// As members whose values are text.
+inline JsonMembers text_members(const std::vector<std::pair<std::string, std::string>>& texts) {
+    JsonMembers members;
+    for (const auto& [name, text] : texts) members.emplace_back(name, json_string(text));
+    return members;
 }
 
 inline std::string build_json(const std::string& indent) {
@@ -152,29 +173,31 @@ inline std::string build_json(const std::string& indent) {
 
 }  // namespace detail
 
-// The text of run.json, one JSON object. Options have the names of the flag table.
+// The text of run.json, one JSON object. Options have the names of the flag table; options_in_use has
+// those that the run takes otherwise than they were asked for.
 inline std::string run_json(const RunInfo& info) {
+    using namespace detail;
     std::string command = "[";
     for (size_t i = 0; i < info.command_line.size(); ++i) {
         command += (i > 0 ? ", " : "") + json_string(info.command_line[i]);
     }
     command += "]";
-    detail::JsonMembers libraries;
-    for (const auto& [name, version] : info.libraries) {
-        libraries.emplace_back(name, json_string(version));
-    }
-    return detail::json_object({{"program", json_string(kProgramName)},
-                                {"version", json_string(kVersion)},
-                                {"commit", json_string(kCommit)},
-                                {"command_line", command},
-                                {"start_time", json_string(detail::utc_time(info.start_time))},
-                                {"host", json_string(detail::host_name())},
-                                {"device", json_string(info.device)},
-                                {"num_processes", std::to_string(info.num_processes)},
-                                {"build", detail::build_json("  ")},
-                                {"libraries", detail::json_object(libraries, "  ")},
-                                {"options", detail::options_json(info.options, "  ")}},
-                               "") +
+    const JsonMembers asked = option_members(info.options);
+    const JsonMembers others = members_unlike(option_members(info.options_in_use), asked);
+    return json_object({{"program", json_string(kProgramName)},
+                        {"version", json_string(kVersion)},
+                        {"commit", json_string(kCommit)},
+                        {"command_line", command},
+                        {"start_time", json_string(utc_time(info.start_time))},
+                        {"host", json_string(host_name())},
+                        {"device", json_string(info.device)},
+                        {"num_processes", std::to_string(info.num_processes)},
+                        {"build", build_json("  ")},
+                        {"libraries", json_object(text_members(info.libraries), "  ")},
+                        {"options", json_object(asked, "  ")},
+                        {"options_in_use", json_object(others, "  ")},
+                        {"plan", json_object(text_members(info.plan), "  ")}},
+                       "") +
            "\n";
 }
 

@@ -235,6 +235,20 @@ def test_run_json(trainer: Trainer, work: Workplace) -> None:
     assert record["device"]
 
 
+def test_run_json_says_what_the_run_used(fp32: Trainer, work: Workplace) -> None:
+    """It had -z 2 and -ge 2 as asked, where neither was used, and nothing of what the table says."""
+    flags = {"-o": work.out, "-x": 1, "-z": 2, "-ge": 2}
+    result = fp32.train(work.args(flags))
+    record = json.loads((work.out / "run.json").read_text())
+    assert record["options"]["zero_stage"] == record["options"]["gelu_fusion"] == 2
+    assert record["options_in_use"] == {"zero_stage": 0, "gelu_fusion": 0}
+    assert record["plan"]["processes"] == "1, ZeRO stage 0" and len(record["plan"]) > 10
+    for name, text in record["plan"].items():
+        assert f"| {name:27} | {text:62} |" in result.stdout.splitlines()
+    for flag in ("-z zero_stage", "-ge gelu_fusion"):
+        assert f"| {flag:27} | {'0 (2 asked)':62} |" in result.stdout.splitlines()
+
+
 def test_run_json_of_a_resumed_run(fp32: Trainer, work: Workplace) -> None:
     """Each start has its record; the first stays as it is."""
     fp32.train(work.args({"-x": 2, "-o": work.out, "-n": 2}))

@@ -39,6 +39,9 @@ RunInfo example() {
     info.command_line = {"./train_gpt2cu", "-l", "1e-4", "-o", "a \"b\"\\c\n\x01\xff\xc3\xa9"};
     info.options = llmc::parse_options(
         {"-l", "1e-4", "-o", "a \"b\"", "-rs", "18446744073709551615", "-h", "1"});
+    info.options_in_use = info.options;
+    info.options_in_use.zero_stage = 1;
+    info.plan = {{"attention", "cuDNN \"9\""}, {"steps", "8"}};
     info.num_processes = 4;
     info.device = "Some \"GPU\"";
     info.libraries = {{"NCCL", "2.28.9"}, {"cuBLASLt", "13.0"}};
@@ -107,8 +110,12 @@ TEST_F(RunInfoTest, SaysWhatRanWhereAndWhen) {
           std::string("\"start_time\": \"2024-02-29T12:34:56Z\","),
           "\"host\": " + json_string(host) + ",", std::string("\"device\": \"Some \\\"GPU\\\"\","),
           std::string("\"num_processes\": 4,"), std::string("\"NCCL\": \"2.28.9\","),
-          std::string("\"cuBLASLt\": \"13.0\"\n"), std::string("\"program\": \"train_gpt2\","),
-          std::string("\"version\": \"0.1\","), "\"commit\": " + json_string(llmc::kCommit) + ",",
+          std::string("\"cuBLASLt\": \"13.0\"\n"),
+          std::string("\"options_in_use\": {\n    \"zero_stage\": 1\n  },"),
+          std::string(
+              "\"plan\": {\n    \"attention\": \"cuDNN \\\"9\\\"\",\n    \"steps\": \"8\"\n  }\n}"),
+          std::string("\"program\": \"train_gpt2\","), std::string("\"version\": \"0.1\","),
+          "\"commit\": " + json_string(llmc::kCommit) + ",",
           "\"precision\": " + json_string(llmc::kPrecisionName) + ",",
           std::string("\"compiler\": \"")}) {
         EXPECT_NE(json.find(line), std::string::npos) << line;
