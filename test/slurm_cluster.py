@@ -97,6 +97,7 @@ class SlurmCluster:
             "SlurmdParameters": "config_overrides",
             "ReturnToService": 2,
             "KillWait": 10,
+            "MessageTimeout": 60,
             "GresTypes": "gpu",
             "MailProg": "/bin/true",
         }
@@ -129,7 +130,7 @@ class SlurmCluster:
         )
         log.close()
 
-    def start(self, timeout: float = 20) -> None:
+    def start(self, timeout: float = 120) -> None:
         """Starts all daemons; returns when every node is idle."""
         base, conf = self.base, self.env["SLURM_CONF"]
         munge = [f"--{name}={base}/munge/{name}" for name in ("log-file", "pid-file", "seed-file")]
@@ -197,13 +198,13 @@ class SlurmCluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             cwd=REPO_ROOT,
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result
 
-    def cancel_jobs(self, timeout: float = 15) -> None:
+    def cancel_jobs(self, timeout: float = 60) -> None:
         """Returns when the queue is empty and all processes of jobs are gone."""
         deadline = time.monotonic() + timeout
         while self.run("squeue", "-h", check=False).stdout and time.monotonic() < deadline:
@@ -245,7 +246,7 @@ class Job:
                 continue
         return False
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 20) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         """Polls until the condition holds; fails the test when the job ends before it does."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -253,7 +254,7 @@ class Job:
             assert in_time, f"it did not come to that\n{self.show()}"
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 40) -> str:
+    def wait(self, timeout: float = 120) -> str:
         """Its state once it has ended: COMPLETED, FAILED, ..."""
         deadline = time.monotonic() + timeout
         while self.field("JobState") not in ENDED:

@@ -32,7 +32,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_script(name: str, *words: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(BENCH / name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def record_in(folder: Path) -> dict:
@@ -76,8 +76,10 @@ def test_scaling_beside_every_gpu_by_itself(fp32: Trainer, tokens: Path) -> None
     assert len(each) == 2 and min(one, two, *each) > 0
     row = next(line for line in result.stdout.splitlines() if re.match(r"d48 +2 ", line))
     of_linear, of_each = (float(share) for share in re.findall(r"([\d.]+) %", row))
-    assert of_linear == pytest.approx(100 * two / (2 * one), rel=1e-3)
-    assert of_each == pytest.approx(100 * two / sum(each), rel=1e-3)
+    # Speeds are printed without digits behind the point.
+    of_one, of_sum = 0.5 / one + 0.5 / two, 1 / sum(each) + 0.5 / two
+    assert of_linear == pytest.approx(100 * two / (2 * one), rel=1e-3 + of_one)
+    assert of_each == pytest.approx(100 * two / sum(each), rel=1e-3 + of_sum)
 
 
 def test_the_cost_of_the_canonical_order_in_turns(fp32: Trainer, tokens: Path) -> None:

@@ -34,7 +34,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments],
-        cwd=REPO_ROOT, env=env, capture_output=True, text=True, timeout=60,
+        cwd=REPO_ROOT, env=env, capture_output=True, text=True, timeout=240,
     )
 
 
@@ -147,7 +147,7 @@ def run_setup(commands: Path, *arguments: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
     return subprocess.run(
         [str(REPO_ROOT / "dev" / "setup.sh"), *arguments],
-        env=env, capture_output=True, text=True, timeout=60,
+        env=env, capture_output=True, text=True, timeout=240,
     )
 
 
@@ -233,7 +233,7 @@ def test_without_a_gpu_nothing_is_compiled_before_that_is_said(
 def run_tests(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, str(RUN_TESTS), "--skips", "skips.txt", "--out", "out", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=120,
+        cwd=folder, capture_output=True, text=True, timeout=280,
     )
 
 
@@ -401,7 +401,7 @@ def test_a_debugger_has_the_terminal(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(RUN_TESTS), "--skips", "skips.txt", "--out", "out", "--jobs", "2",
          "--pytest", "--pdb", "test_x.py"],
-        cwd=tmp_path, input="p 'value', value\nq\n", capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, input="p 'value', value\nq\n", capture_output=True, text=True, timeout=280,
     )
     assert "('value', 42)" in result.stdout, result.stdout
     assert "FAILED test_x.py::test_value\n" in result.stdout

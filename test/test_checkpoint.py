@@ -591,9 +591,7 @@ def test_two_runs_in_one_folder(fp32: Trainer, work: Workplace) -> None:
     """The second is refused and touches nothing; the first goes on."""
     args = work.args({"-o": work.out, "-x": 100000, "-n": 1000000})
     first = fp32.start(args)
-    while not (work.out / "run.json").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
+    wait_until(first, (work.out / "run.json").exists)
     result = fp32.run(work.args({"-o": work.out, "-x": 2}))
     assert_refused(result, str(work.out), "another run")
     assert not (work.out / "main.1.log").exists() and first.poll() is None
@@ -633,8 +631,8 @@ def test_unfinished_files_of_a_killed_save_are_removed(fp32: Trainer, work: Work
 
 def test_signal_during_a_long_sample(fp32: Trainer, work: Workplace) -> None:
     process = fp32.start(work.args({"-o": work.out, "-s": 1, "-g": 10000000, "-x": 3}))
-    while not (work.out / "run.json").exists():
-        time.sleep(0.01)
+    log = work.out / "main.log"
+    wait_until(process, lambda: log.exists() and "trl:" in log.read_text())
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     result = finish(process, timeout=20)
@@ -648,8 +646,7 @@ def test_interrupt_of_a_run_that_a_shell_started_in_the_background(
     """Shells ignore SIGINT in background jobs; sent to the run itself it counts all the same."""
     ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
     process = fp32.start(work.args({"-o": work.out, "-x": 100000}), prefix=ignoring)
-    while not (work.out / "run.json").exists():
-        time.sleep(0.01)
+    wait_until(process, (work.out / "run.json").exists)
     process.send_signal(signal.SIGHUP)  # ignored, as under nohup
     time.sleep(0.3)
     assert process.poll() is None

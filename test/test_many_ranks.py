@@ -463,13 +463,13 @@ def test_an_update_before_a_validation_counts_in_its_step_s_time(
     lab: Lab, switches: Trainer
 ) -> None:
     """It ran during the validation, and was in no step's time: steps looked faster with -v 1."""
-    env = {"LLMC_DELAY_UPDATE_US": "60000"}  # 30 ms on average
+    env = {"LLMC_DELAY_UPDATE_US": "60000"}  # 30 ms on average, 360 in twelve steps
     args = lab.work.args({"-b": 1, "-t": 16, "-d": 32, "-x": 12, "-v": 1})
     result = switches.train(args, env=env)
     assert "val loss" in result.stdout
     lines = [match for match in map(STEP_LINE.match, result.stdout.splitlines()) if match]
     assert len(lines) == 12
-    assert sum(float(match["ms"]) for match in lines) > 12 * 30 / 2, f"{result}"
+    assert sum(float(match["ms"]) for match in lines) > 100, f"{result}"
 
 
 # -------------------------------------------------------------------------------------- restart

@@ -24,6 +24,7 @@ from many_ranks import (
     Ranks,
     assert_all_end_well,
     assert_all_refused,
+    connections,
     free_port,
     listens,
     run_ranks,
@@ -145,7 +146,7 @@ def test_a_start_beside_one_that_still_declines(
     """With the same job token at the same place: a rank that still declines leaves it alone."""
     with Ranks(bf16, 3, way, wrong(lab, victim), lab.folder, only=[victim]) as bad:
         bad.wait_until(lambda: "-b 0" in bad.stderr(victim))
-        time.sleep(6)  # longer than a start's processes begin within
+        time.sleep(8)  # longer than a start's processes begin within
         assert bad.started[victim].poll() is None
         others = [rank for rank in range(3) if rank != 1]
         with Ranks(bf16, 3, way, one_has(lab, 1), lab.folder, init=bad.init,
@@ -309,9 +310,11 @@ def test_help_on_the_only_rank_that_starts_the_program(lab: Lab, bf16: Trainer) 
 
 def test_a_rank_that_is_here_already_is_not_declined(lab: Lab, bf16: Trainer) -> None:
     """A second rank 1 with a wrong flag does not end a start in which the first one waits."""
-    init = ["-ps", LOCALHOST, "-pp", free_port()]
+    port = free_port()
+    init = ["-ps", LOCALHOST, "-pp", port]
     args = one_has(lab, 2)
     with Ranks(bf16, 3, "tcp", args, lab.folder, init=init, only=[0, 1]) as ranks:
+        ranks.wait_until(lambda: connections(port) >= 1)
         time.sleep(1)
         other = run_ranks(bf16, 3, "tcp", wrong(lab, 1), lab.folder, init=init, only=[1])
         assert_refused(other.ranks[1], "-b 0")
@@ -322,7 +325,7 @@ def test_a_rank_that_is_here_already_is_not_declined(lab: Lab, bf16: Trainer) ->
 def test_two_processes_with_rank_0(lab: Lab, bf16: Trainer) -> None:
     """The first one said that the second had been started as one of 1 ranks."""
     port = free_port()
-    init, env = ["-ps", LOCALHOST, "-pp", port], {"LLMC_INIT_TIMEOUT_S": "8"}
+    init, env = ["-ps", LOCALHOST, "-pp", port], {"LLMC_INIT_TIMEOUT_S": "12"}
     args = lab.args(8, {"-x": 3})
     with Ranks(bf16, 2, "tcp", args, lab.folder, init=init, env=env, only=[0]) as first:
         first.wait_until(lambda: listens(LOCALHOST, port))

@@ -236,7 +236,7 @@ def test_run_json(trainer: Trainer, work: Workplace) -> None:
 
 
 def test_run_json_says_what_the_run_used(fp32: Trainer, work: Workplace) -> None:
-    """It had -z 2 and -ge 2 as asked, where neither was used, and nothing of what the table says."""
+    """It had -z 2 and -ge 2 as asked, where neither was used, and nothing of the table."""
     flags = {"-o": work.out, "-x": 1, "-z": 2, "-ge": 2}
     result = fp32.train(work.args(flags))
     record = json.loads((work.out / "run.json").read_text())

@@ -42,7 +42,7 @@ def count_gpus() -> int:
 def free_port() -> int:
     """A TCP port that nobody listens on, below those of outgoing connections."""
     while True:
-        port = random.randrange(20000, 30000)
+        port = random.randrange(30000, 32768)
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
