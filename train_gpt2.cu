@@ -690,6 +690,11 @@ int stop_early(Run& run, int step) {
     return 0;
 }
 
+// A signal saves, also one that comes in the last step.
+bool asked_to_save_at_the_end(const Run& run, int step) {
+    return is_stopping(run) && step > run.first_step && !run.options.output_dir.empty();
+}
+
 int train(Run& run) {
     const Options& options = run.options;
     InputPipelineOptions input;
@@ -710,7 +715,7 @@ int train(Run& run) {
         const Pause due = pause_before(run, step);
         if (!is_stopping(run)) evaluate(run, step, due);
         if (is_stopping(run) && !last) return stop_early(run, step);
-        if (due.checkpoint) save(run, step);
+        if (due.checkpoint || asked_to_save_at_the_end(run, step)) save(run, step);
         if (last) break;
         if (paused) timer.restart();
         train_step(run, step);

@@ -26,7 +26,10 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 except ModuleNotFoundError as missing:
-    sys.exit(f"error: Python package '{missing.name}' is missing; run: pip install matplotlib")
+    sys.exit(
+        f"error: Python package '{missing.name}' is missing;"
+        f" run: {sys.executable} -m pip install matplotlib"
+    )
 
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -85,20 +85,23 @@ class TokenDataset {
 
     // Looks for tokens outside the vocabulary before training starts: everywhere when the files are
     // small together (kScanTokens), else at the beginning and the end of each. What is not looked at
-    // here is looked at when it is read. Error as read_window's.
-    void check_tokens() const {
+    // here is looked at when it is read. Returns a hash of the tokens looked at: two ranks whose files
+    // differ in them do not train on the same data. Error as read_window's.
+    uint64_t check_tokens() const {
         constexpr uint64_t kScanTokens = uint64_t{1} << 28, kEnds = uint64_t{1} << 20;
         uint64_t all = 0;
         for (size_t file = 0; file < files_.size(); ++file) all += files_.tokens(file);
+        uint64_t hash = 0;
         for (size_t file = 0; file < files_.size(); ++file) {
             const uint64_t tokens = files_.tokens(file);
             if (all <= kScanTokens || tokens <= 2 * kEnds) {
-                check_range(file, 0, tokens);
+                check_range(file, 0, tokens, &hash);
             } else {
-                check_range(file, 0, kEnds);
-                check_range(file, tokens - kEnds, tokens);
+                check_range(file, 0, kEnds, &hash);
+                check_range(file, tokens - kEnds, tokens, &hash);
             }
         }
+        return hash;
     }
 
     // The window in row 0 of micro-batch j of a step with M micro-batches of B rows.
@@ -222,13 +225,15 @@ class TokenDataset {
         check_vocabulary(window.file, first, tokens, T_ + 1);
     }
 
-    void check_range(size_t file, uint64_t begin, uint64_t end) const {
+    // Goes on with `hash`.
+    void check_range(size_t file, uint64_t begin, uint64_t end, uint64_t* hash) const {
         constexpr uint64_t kBlock = uint64_t{1} << 20;
         std::vector<uint16_t> tokens(std::min(kBlock, end - begin));
         for (uint64_t first = begin; first < end; first += kBlock) {
             const uint64_t count = std::min(kBlock, end - first);
             files_.read(file, first, count, tokens.data());
             check_vocabulary(file, first, tokens.data(), count);
+            *hash = mix64(*hash ^ hash_bytes(tokens.data(), count * sizeof(uint16_t)));
         }
     }
 

@@ -169,7 +169,7 @@ inline std::vector<Flag> output_flags() {
         text("-o", "output_dir", &O::output_dir, "",
              "folder for logs and checkpoints; empty: nothing is written"),
         whole("-n", "checkpoint_every", &O::checkpoint_every, "0", 0, kIntMax,
-              "checkpoint every N steps; 0: never"),
+              "checkpoint every N steps and at the end; 0: only when a signal asks to stop"),
         whole("-nk", "checkpoints_kept", &O::checkpoints_kept, "0", 0, kIntMax,
               "newest checkpoints to keep, older minor ones are deleted; 0: keep all"),
         whole("-nm", "major_checkpoint_every", &O::major_checkpoint_every, "0", 0, kIntMax,
@@ -215,11 +215,11 @@ inline std::vector<Flag> evaluation_flags() {
     using O = Options;
     return {
         whole("-v", "val_every", &O::val_every, "20", 0, kIntMax,
-              "validation loss every N steps; 0: never"),
+              "validation loss every N steps, before the first and at the end; 0: never"),
         whole("-m", "val_batches", &O::val_batches, "20", 1, kIntMax,
               "validation micro-batches, over all processes together"),
         whole("-s", "sample_every", &O::sample_every, "20", 0, kIntMax,
-              "sample text every N steps; 0: never"),
+              "sample text every N steps and at the end; 0: never"),
         whole("-g", "sample_tokens", &O::sample_tokens, "64", 1, kIntMax, "tokens to sample"),
         on_off("-h", "hellaswag", &O::hellaswag, "0", "1: HellaSwag accuracy with validation"),
     };

@@ -48,6 +48,7 @@ struct Run {
 
     std::unique_ptr<TokenDataset> train_data;
     std::unique_ptr<TokenDataset> val_data;
+    uint64_t train_tokens = 0, val_tokens = 0;  // hashes of the tokens that were looked at
     std::unique_ptr<EvalDataset> hellaswag;
     std::optional<Tokenizer> tokenizer;
     std::unique_ptr<CheckpointState> checkpoint;  // to resume from; gone once it is loaded
@@ -151,13 +152,13 @@ inline void open_data(Run& run) {
         expand_pattern(options.train_data, "-i"), options.seq_len, config.vocab_size, options.seed,
         !options.overfit_single_batch, "-i " + options.train_data, run.is_main());
     run.train_data->require_batch(options.batch_size);
-    run.train_data->check_tokens();
+    run.train_tokens = run.train_data->check_tokens();
     if (options.val_every > 0) {
         run.val_data = std::make_unique<TokenDataset>(
             expand_pattern(options.val_data, "-j"), options.seq_len, config.vocab_size,
             options.seed, false, "-j " + options.val_data, run.is_main());
         run.val_data->require_batch(options.batch_size);
-        run.val_data->check_tokens();
+        run.val_tokens = run.val_data->check_tokens();
     }
     if (options.hellaswag) {
         if (options.val_every == 0) {
@@ -409,8 +410,10 @@ inline std::string common_facts(const Run& run) {
         return format("%016llx", static_cast<unsigned long long>(value));
     };
     add("hash of the training files (-i)", number(run.train_data->data_hash()));
+    add("hash of tokens in the training files (-i)", number(run.train_tokens));
     if (run.val_data) {
         add("hash of the validation files (-j)", number(run.val_data->data_hash()));
+        add("hash of tokens in the validation files (-j)", number(run.val_tokens));
     }
     add("step to resume from", format("%d", run.first_step));
     return facts;

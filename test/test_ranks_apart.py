@@ -100,6 +100,23 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(
     assert not checkpoints(tmp_path / "out")
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_in_the_last_step_saved_nothing(
+    lab: Lab, pytestconfig: pytest.Config, tmp_path: Path, count: int
+) -> None:
+    """Without -n: the run ended with status 0, and with it went what it had trained."""
+    args = unchecked(lab.args(8, {"-x": 2, "-o": tmp_path / "out"}))
+    env = {"LLMC_DELAY_HOST_US": "3000000"}
+    with Ranks(switches_binary(pytestconfig), count, "tcp", args, lab.folder, env=env) as ranks:
+        # With several processes a signal counts in the step after the one in which it comes.
+        times = 3 - count
+        ranks.wait_until(lambda: ranks.stderr(0).count("the host stands still") == times)
+        ranks.signal(count - 1, signal.SIGTERM)
+        run = ranks.wait(60)
+    assert set(run.statuses) == {0} and len(run.first.losses) == 2, f"{run}"
+    assert checkpoints(tmp_path / "out") == [2], f"{run}"
+
+
 def test_leftovers_of_a_failed_save_go_with_the_next_one(
     lab: Lab, fp32: Trainer, tmp_path: Path
 ) -> None:

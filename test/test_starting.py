@@ -594,7 +594,8 @@ def test_an_error_of_a_higher_rank_alone_was_not_said(lab: Lab, bf16: Trainer, e
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", ["missing", "short", "bad token", "other length"])
+@pytest.mark.parametrize("what", ["missing", "short", "bad token", "other length",
+                                  "other token"])
 def test_data_that_one_rank_alone_sees_as_bad(
     lab: Lab, bf16: Trainer, tmp_path: Path, way: str, what: str
 ) -> None:
@@ -605,6 +606,8 @@ def test_data_that_one_rank_alone_sees_as_bad(
         tokens = make_tokens(2001, SHAPE.vocab_size, 1)
         if rank == 1 and what == "bad token":
             tokens[1500] = 300
+        if rank == 1 and what == "other token":
+            tokens[1500] = (tokens[1500] + 1) % SHAPE.vocab_size
         if rank == 1 and what == "other length":
             tokens = tokens[:1800]
         data = write_tokens(place / "data.bin", tokens)
@@ -616,7 +619,7 @@ def test_data_that_one_rank_alone_sees_as_bad(
     args = lab.args(8, {"-i": "data.bin", "-o": out})
     run = run_ranks(bf16, 2, way, args, lab.folder,
                     prefix=lambda rank: ["env", "-C", str(tmp_path / str(rank))])
-    assert_all_refused(run, "-i" if what == "other length" else "data.bin")
+    assert_all_refused(run, "-i" if what.startswith("other") else "data.bin")
     assert_in_time(run, 10)
     assert not out.exists(), "written in spite of the error"
 

@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: Python package '{missing.name}' is missing;"
-        " run: pip install numpy requests tiktoken tqdm"
+        f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
     )
 
 REPO_ROOT = Path(__file__).resolve().parents[2]

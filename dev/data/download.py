@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(
         f"error: Python package '{missing.name}' is missing;"
-        " run: pip install numpy requests tiktoken tqdm"
+        f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
     )
 
 from common import DataError, file_sha256, fsync_folder, sha256_of

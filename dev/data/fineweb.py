@@ -9,7 +9,7 @@ a document may run over into the next shard. Output: dev/data/fineweb10B/fineweb
 fineweb_train_000001.bin ... (with --edu: edu_fineweb10B/edu_fineweb_...).
 
 Interrupted, the same command goes on after the last finished shard, and with the half-loaded
-file. Reading parquet needs pyarrow (pip install pyarrow).
+file. Reading parquet needs pyarrow (.venv/bin/pip install pyarrow).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,8 @@ def read_parquet(path: Path) -> Iterator[list[str]]:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise DataError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+        install = f"{sys.executable} -m pip install pyarrow"
+        raise DataError(f"{path}: reading parquet needs pyarrow: {install}") from None
     try:
         with parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(DOCUMENTS_A_PIECE, columns=["text"]):

@@ -369,6 +369,21 @@ TEST(TokenDataset, CheckTokensFindsTheOutlierBeforeItIsRead) {
     }
 }
 
+// Ranks on machines of their own had files of one name and length with other tokens, and trained.
+TEST(TokenDataset, CheckTokensTellsContentsApart) {
+    test::TemporaryFolder folder;
+    const auto hash = [&](size_t place, size_t tokens) {
+        std::vector<uint16_t> content(tokens, 7);
+        if (place < tokens) content[place] = 8;
+        test::write_tokens(folder.file("data.bin"), content);
+        return TokenDataset({folder.file("data.bin")}, 16, 100, 1, true).check_tokens();
+    };
+    const uint64_t whole = hash(3001, 3001);
+    EXPECT_EQ(hash(3001, 3001), whole);
+    for (const size_t place : {0, 1500, 3000}) EXPECT_NE(hash(place, 3001), whole) << place;
+    EXPECT_NE(hash(3000, 3000), whole);
+}
+
 // Of a data set too large to be read whole at start, the ends of each file are looked at.
 TEST(TokenDataset, CheckTokensOfALargeSetLooksAtBothEnds) {
     test::TemporaryFolder folder;
