@@ -143,10 +143,6 @@ inline void expect_start(std::initializer_list<std::future<Outcome>*> futures) {
     close_all(&all);
 }
 
-inline int free_port() {
-    return net::local_port(net::listen_on("127.0.0.1", 0, ""));
-}
-
 inline net::Socket connect(int port) {
     net::Socket socket = net::connect_to({"127.0.0.1", port}, net::after(5));
     EXPECT_TRUE(socket);

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "llmc/cpu/tree.h"
-#include "llmc/net.h"
 #include "llmc/zero.cuh"
 #include "test/unit/child_process.h"
+#include "test/unit/held_port.h"
 
 #ifdef MULTI_GPU
 
@@ -109,14 +109,12 @@ size_t count_wrong(const Exchanged& done, const MultiGpuConfig& config) {
 // Runs body(config) as each of n ranks, `per_node` of them on a node.
 template <class Body>
 void as_ranks(int n, int per_node, Body&& body) {
-    net::Socket probe = net::listen_on("127.0.0.1", 0, "the test");
-    const int port = net::local_port(probe);
-    probe.close();
+    const test::HeldPort port;
     std::vector<std::thread> threads;
     for (int rank = 0; rank < n; ++rank) {
         threads.emplace_back([&, rank] {
             MultiGpuConfig config =
-                multi_gpu_config_init(n, rank, per_node, "127.0.0.1", "", "tcp", port);
+                multi_gpu_config_init(n, rank, per_node, "127.0.0.1", "", "tcp", port.number());
             body(&config);
             multi_gpu_config_free(&config);
         });
