@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <random>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -516,11 +517,53 @@ inline void set_up(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] { check_memory(run); });
 }
 
-// Takes the output folder for this run alone, and records the start in it.
+// Makes the output folder, takes it for this run alone, and sees that all ranks have the same one: a
+// checkpoint without the parts of some could not be resumed. Throws Error on every rank.
+inline void take_output_folder(Run& run) {
+    const std::string& folder = run.options.output_dir;
+    const MultiGpuConfig& multi_gpu = run.multi_gpu;
+    std::string mark = format("%s/run.%08x.tmp", folder.c_str(), std::random_device()());
+    const bool is_new = ::access(folder.c_str(), F_OK) != 0;
+    multi_gpu_together(multi_gpu, [&] {
+        if (!run.is_main()) return;
+        make_output_folder(folder);
+        run.folder_lock = FolderLock(folder);
+        if (multi_gpu.num_processes > 1) AtomicFile(mark).commit();
+    });
+    if (multi_gpu.num_processes == 1) return;
+    const auto wait_for_mark = [&] {
+        // A network file system may show new files after a minute.
+        const double seconds = std::min(90.0, multi_gpu.time_limit_s / 4);
+        const auto start = std::chrono::steady_clock::now();
+        while (::access(mark.c_str(), F_OK) != 0) {
+            const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+            if (waited.count() > seconds) {
+                throw Error(
+                    format("-o %s: what rank 0 has written there does not appear here; the "
+                           "folder must be one that all ranks share",
+                           folder.c_str()));
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+    };
+    mark = multi_gpu_all_gather_text(multi_gpu, mark, "exchange of a file's name").front();
+    const auto clear = [&](bool failed) {
+        if (!run.is_main()) return;
+        ::unlink(mark.c_str());
+        if (failed && is_new) ::rmdir(folder.c_str());
+    };
+    try {
+        multi_gpu_together(multi_gpu, wait_for_mark);
+    } catch (...) {
+        clear(true);
+        throw;
+    }
+    clear(false);
+}
+
+// Records the start in the output folder.
 inline void open_output(Run& run) {
     const std::string& folder = run.options.output_dir;
-    make_output_folder(folder);
-    run.folder_lock = FolderLock(folder);
     const std::vector<int> steps = complete_checkpoints(folder);
     if ((steps.empty() ? 0 : steps.back()) != run.first_step) {
         throw Error(format("-o %s: another run has written in it meanwhile", folder.c_str()));
@@ -588,9 +631,12 @@ inline void start(Run& run) {
         set_weights(run);
     });
     compare_weights(run);
-    multi_gpu_together(run.multi_gpu, [&] {
-        if (!run.options.output_dir.empty() && run.is_main()) open_output(run);
-    });
+    if (!run.options.output_dir.empty()) {
+        take_output_folder(run);
+        multi_gpu_together(run.multi_gpu, [&] {
+            if (run.is_main()) open_output(run);
+        });
+    }
     run.checkpoint.reset();
 }
 

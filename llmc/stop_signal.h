@@ -23,7 +23,10 @@ inline void on_stop_signal(int signal) {
 }
 }  // namespace detail
 
+// A reader of standard output that goes away, such as a `tee`, does not end the run either: what cannot be
+// printed is an error at its end.
 inline void install_stop_signals() {
+    std::signal(SIGPIPE, SIG_IGN);
     struct sigaction action {};
     action.sa_handler = detail::on_stop_signal;
     action.sa_flags = SA_RESTART;

@@ -524,6 +524,24 @@ def test_old_checkpoints_survive_a_refused_run(fp32: Trainer, work: Workplace) -
     refuse(fp32, work, work.args({"-d": 33, "-o": work.out, "-n": 3}), "-d")
 
 
+def test_a_reader_that_goes_away_does_not_end_the_training(
+    fp32: Trainer, work: Workplace
+) -> None:
+    """A `tee` that died took the run with it, and what it had trained since its last checkpoint."""
+    process = fp32.start(work.args({"-x": 2000, "-o": work.out, "-n": 2000}))
+    log = work.out / "main.log"
+    while not log.exists() or "trl:" not in log.read_text():
+        assert process.poll() is None
+    process.stdout.close()
+    try:
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "standard output" in process.stderr.read()
+    process.stderr.close()
+    assert state_path(work.out, 2000).exists()
+
+
 def test_broken_pipe_is_no_crash(fp32: Trainer, work: Workplace) -> None:
     """trainer | head: the reader goes away."""
     process = fp32.start(work.args({"-x": 200}))

@@ -35,6 +35,27 @@ def test_another_model_file_on_one_rank(
     assert not checkpoints(tmp_path / "out")
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["other folders", "no folder"])
+def test_an_output_folder_that_is_not_shared(
+    lab: Lab, fp32: Trainer, tmp_path: Path, made: bool
+) -> None:
+    """Checkpoints counted as complete that lacked a rank's part, and could not be resumed from."""
+    for rank in (0, 1):
+        (tmp_path / f"{rank}").mkdir()
+        if made:
+            (tmp_path / f"{rank}" / "out").mkdir()
+    args = unchecked(lab.args(8, {"-o": "out", "-n": 2, "-x": 4}))
+
+    def in_own_folder(rank: int) -> list[str]:
+        return ["env", "-C", str(tmp_path / f"{rank}")]
+
+    env = {"LLMC_COMM_TIMEOUT_S": "12"}
+    run = run_ranks(fp32, 2, "tcp", args, lab.folder, prefix=in_own_folder, env=env)
+    assert_all_refused(run, "rank 1", "-o out", "share")
+    left = [path for path in tmp_path.rglob("*") if path.name not in ("0", "1")]
+    assert sorted(path.parent.name for path in left) == (["0", "1"] if made else []), left
+
+
 @pytest.mark.parametrize("attempt", range(4))
 def test_mpirun_does_not_swallow_the_message(lab: Lab, fp32: Trainer, attempt: int) -> None:
     """It ends all ranks when the first one goes, which was not always the one that had the word."""

@@ -97,6 +97,13 @@ def test_openblas_core_type(trainer: Trainer, work: Workplace) -> None:
     assert_same_bits(trainer.train(args, env=env), trainer.train(args, env=env, prefix=one_core()))
 
 
+def test_an_empty_core_type_counts_as_none(fp32: Trainer, work: Workplace) -> None:
+    """OpenBLAS took it for a wish, and a core of its own, with other bits."""
+    unset = fp32.run(work.args({}, "--hash"), prefix=["env", "-u", "OPENBLAS_CORETYPE"])
+    empty = fp32.run(work.args({}, "--hash"), env={"OPENBLAS_CORETYPE": ""})
+    assert unset.status == empty.status == 0 and unset.hash == empty.hash, f"{unset}\n{empty}"
+
+
 def test_locale_and_folder_do_not_matter(trainer: Trainer, work: Workplace, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()

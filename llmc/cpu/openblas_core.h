@@ -84,7 +84,11 @@ inline void select_openblas_core(char** argv) {
         return;
     }
     const char* users = std::getenv("OPENBLAS_CORETYPE");
-    if (users != nullptr && users[0] != '\0') return;
+    if (users != nullptr && users[0] == '\0') {  // which OpenBLAS takes for a core of its own
+        unsetenv("OPENBLAS_CORETYPE");
+        execv("/proc/self/exe", argv);
+    }
+    if (users != nullptr) return;
     const char* best = best_openblas_core(cpu_features());
     if (best == nullptr) return;
     if (openblas_core_level(openblas_core_name()) >= openblas_core_level(best)) return;
