@@ -510,16 +510,20 @@ struct Pause {
     bool any() const { return validation || hellaswag || sample || checkpoint; }
 };
 
+// Whether there is a checkpoint to write, and a folder for it.
+bool can_save(const Run& run, int step) {
+    return !run.options.output_dir.empty() && step > run.first_step;
+}
+
 Pause pause_before(const Run& run, int step) {
     const Options& options = run.options;
     const auto is_due = [&](int every) {  // at the end, too
         return every > 0 && (step % every == 0 || step >= run.num_steps);
     };
     const bool evaluation = is_due(options.val_every);
-    return {
-        run.val_data && evaluation, run.hellaswag && evaluation,
-        step > 0 && is_due(options.sample_every),
-        !options.output_dir.empty() && step > run.first_step && is_due(options.checkpoint_every)};
+    return {run.val_data && evaluation, run.hellaswag && evaluation,
+            step > 0 && is_due(options.sample_every),
+            can_save(run, step) && is_due(options.checkpoint_every)};
 }
 
 // Validation, HellaSwag and a sample, where due; cut short when asked to stop.
@@ -684,15 +688,10 @@ int stop_early(Run& run, int step) {
                step);
         return 128 + *first;
     }
-    if (step > run.first_step) save(run, step);
+    if (can_save(run, step)) save(run, step);
     const char* next = step > 0 ? "-y 1 goes on from here" : "nothing to save yet";
     print0(run, "%s: stopped after %d steps; %s\n", name.c_str(), step, next);
     return 0;
-}
-
-// A signal saves, also one that comes in the last step.
-bool asked_to_save_at_the_end(const Run& run, int step) {
-    return is_stopping(run) && step > run.first_step && !run.options.output_dir.empty();
 }
 
 int train(Run& run) {
@@ -714,8 +713,10 @@ int train(Run& run) {
         const bool last = step >= run.num_steps;
         const Pause due = pause_before(run, step);
         if (!is_stopping(run)) evaluate(run, step, due);
-        if (is_stopping(run) && !last) return stop_early(run, step);
-        if (due.checkpoint || asked_to_save_at_the_end(run, step)) save(run, step);
+        const bool stops = is_stopping(run);
+        if (stops && !last) return stop_early(run, step);
+        // A signal saves, also one that comes in the last step.
+        if (due.checkpoint || (stops && can_save(run, step))) save(run, step);
         if (last) break;
         if (paused) timer.restart();
         train_step(run, step);

@@ -291,11 +291,11 @@ inline Options options_in_use(const Run& run) {
 }
 
 // The table's rows on what runs, as (name, text).
-inline std::vector<std::pair<std::string, std::string>> plan_rows(const Run& run) {
+inline NamedTexts plan_rows(const Run& run) {
     const Options& options = run.options;
     const ModelConfig& config = run.model.config;
     const ReductionPlan& plan = run.model.plan;
-    std::vector<std::pair<std::string, std::string>> rows = {
+    NamedTexts rows = {
         {"device", run.device},
         {"precision",
          format("%s, gradients %s", kPrecisionName, sizeof(gradX) == 4 ? "FP32" : "BF16")},
@@ -517,27 +517,25 @@ inline void set_up(Run& run) {
     multi_gpu_together(run.multi_gpu, [&] { check_memory(run); });
 }
 
-// Makes the output folder, takes it for this run alone, and sees that all ranks have the same one: a
-// checkpoint without the parts of some could not be resumed. Throws Error on every rank.
-inline void take_output_folder(Run& run) {
+#ifdef MULTI_GPU
+// Throws Error on every rank when one does not see what rank 0 writes into the output folder: a checkpoint
+// without that rank's part could not be resumed.
+inline void check_folder_is_shared(const Run& run) {
     const std::string& folder = run.options.output_dir;
-    const MultiGpuConfig& multi_gpu = run.multi_gpu;
-    std::string mark = format("%s/run.%08x.tmp", folder.c_str(), std::random_device()());
-    const bool is_new = ::access(folder.c_str(), F_OK) != 0;
-    multi_gpu_together(multi_gpu, [&] {
+    std::string mark;
+    std::optional<AtomicFile> written;  // its unfinished file is the mark, and goes with it
+    multi_gpu_together(run.multi_gpu, [&] {
         if (!run.is_main()) return;
-        make_output_folder(folder);
-        run.folder_lock = FolderLock(folder);
-        if (multi_gpu.num_processes > 1) AtomicFile(mark).commit();
+        mark = format("%s/run.%08x", folder.c_str(), std::random_device()());
+        written.emplace(mark);
+        mark += ".tmp";
     });
-    if (multi_gpu.num_processes == 1) return;
-    const auto wait_for_mark = [&] {
+    mark = multi_gpu_all_gather_text(run.multi_gpu, mark, "exchange of a file's name").front();
+    multi_gpu_together(run.multi_gpu, [&] {
         // A network file system may show new files after a minute.
-        const double seconds = std::min(90.0, multi_gpu.time_limit_s / 4);
-        const auto start = std::chrono::steady_clock::now();
-        while (::access(mark.c_str(), F_OK) != 0) {
-            const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-            if (waited.count() > seconds) {
+        const net::Deadline give_up = net::after(std::min(90.0, run.multi_gpu.time_limit_s / 4));
+        while (!is_file(mark)) {
+            if (net::Clock::now() > give_up) {
                 throw Error(
                     format("-o %s: what rank 0 has written there does not appear here; the "
                            "folder must be one that all ranks share",
@@ -545,20 +543,29 @@ inline void take_output_folder(Run& run) {
             }
             std::this_thread::sleep_for(std::chrono::milliseconds(20));
         }
-    };
-    mark = multi_gpu_all_gather_text(multi_gpu, mark, "exchange of a file's name").front();
-    const auto clear = [&](bool failed) {
+    });
+}
+#endif
+
+// Makes the output folder and takes it for this run alone, whose ranks must all have it. Throws Error on
+// every rank.
+inline void take_output_folder(Run& run) {
+    const std::string& folder = run.options.output_dir;
+    [[maybe_unused]] const bool is_new = !is_file(folder);
+    multi_gpu_together(run.multi_gpu, [&] {
         if (!run.is_main()) return;
-        ::unlink(mark.c_str());
-        if (failed && is_new) ::rmdir(folder.c_str());
-    };
+        make_output_folder(folder);
+        run.folder_lock = FolderLock(folder);
+    });
+#ifdef MULTI_GPU
+    if (run.multi_gpu.num_processes == 1) return;
     try {
-        multi_gpu_together(multi_gpu, wait_for_mark);
+        check_folder_is_shared(run);
     } catch (...) {
-        clear(true);
+        if (run.is_main() && is_new) ::rmdir(folder.c_str());
         throw;
     }
-    clear(false);
+#endif
 }
 
 // Records the start in the output folder.

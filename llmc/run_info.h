@@ -69,16 +69,17 @@ inline std::string json_string(std::string_view text) {
     return json + '"';
 }
 
+using NamedTexts = std::vector<std::pair<std::string, std::string>>;  // name, text
+
 // One start of the program.
 struct RunInfo {
     std::vector<std::string> command_line;  // argv, the program's name first
     Options options;                        // as asked for
     Options options_in_use;                 // and as the run takes them
-    std::vector<std::pair<std::string, std::string>>
-        plan;  // what runs, as the table says: name, text
+    NamedTexts plan;                        // what runs, as the table says
     int num_processes = 1;
-    std::string device;                                          // the GPU's name, or the CPU's
-    std::vector<std::pair<std::string, std::string>> libraries;  // name, version
+    std::string device;    // the GPU's name, or the CPU's
+    NamedTexts libraries;  // with their versions
     std::time_t start_time = std::time(nullptr);
 };
 
@@ -132,8 +133,9 @@ inline std::string option_json(const Options& options, const Flag& flag) {
 
 inline JsonMembers option_members(const Options& options) {
     JsonMembers members;
-    for (const Flag& flag : flag_table())
+    for (const Flag& flag : flag_table()) {
         members.emplace_back(flag.name, option_json(options, flag));
+    }
     return members;
 }
 
@@ -141,14 +143,15 @@ inline JsonMembers option_members(const Options& options) {
 inline JsonMembers members_unlike(const JsonMembers& members, const JsonMembers& others) {
     JsonMembers unlike;
     for (const auto& member : members) {
-        if (std::find(others.begin(), others.end(), member) == others.end())
+        if (std::find(others.begin(), others.end(), member) == others.end()) {
             unlike.push_back(member);
+        }
     }
     return unlike;
 }
 
 // As members whose values are text.
-inline JsonMembers text_members(const std::vector<std::pair<std::string, std::string>>& texts) {
+inline JsonMembers text_members(const NamedTexts& texts) {
     JsonMembers members;
     for (const auto& [name, text] : texts) members.emplace_back(name, json_string(text));
     return members;

@@ -11,7 +11,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterable, Mapping, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -186,6 +186,23 @@ def finish(process: subprocess.Popen, timeout: float = 60, begin: float | None =
         raise AssertionError(f"no end after {timeout} s: {command}\n{stdout}\n{stderr}") from None
     seconds = time.monotonic() - begin
     return Result(list(process.args), process.returncode, stdout, stderr, seconds)
+
+
+def wait_until(
+    process: subprocess.Popen, condition: Callable[[], bool], timeout: float = 30
+) -> None:
+    """Waits for something that a started trainer brings about."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, f"ended early\n{finish(process)}"
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.002)
+
+
+def wait_for_a_step(process: subprocess.Popen, out: Path) -> None:
+    """Until the log in the output folder has one."""
+    log = out / "main.log"
+    wait_until(process, lambda: log.exists() and "trl:" in log.read_text())
 
 
 CRASH_WORDS = (

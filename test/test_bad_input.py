@@ -27,6 +27,7 @@ from helpers import (
     random_weights,
     snapshot,
     state_path,
+    wait_for_a_step,
     write_eval,
     write_model,
     write_tokens,
@@ -529,9 +530,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(
 ) -> None:
     """A `tee` that died took the run with it, and what it had trained since its last checkpoint."""
     process = fp32.start(work.args({"-x": 2000, "-o": work.out, "-n": 2000}))
-    log = work.out / "main.log"
-    while not log.exists() or "trl:" not in log.read_text():
-        assert process.poll() is None
+    wait_for_a_step(process, work.out)
     process.stdout.close()
     try:
         process.wait(timeout=60)

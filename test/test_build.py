@@ -1,6 +1,7 @@
 """The Makefile and the test runner: what a user meets before the first training step.
 
-These tests build nothing: they read what make prints, or would do.
+These tests build nothing: they read what make prints, or would do, or have the compiler look at
+syntax alone.
 """
 
 from __future__ import annotations
@@ -94,6 +95,18 @@ def test_the_cpu_build_without_openblas_stops_with_one_line(tmp_path: Path) -> N
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "OpenBLAS: not found" in result.stderr and "libopenblas-dev" in result.stderr
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_the_build_without_multi_gpu_did_not_compile_any_more(
+    precision: str, tmp_path: Path
+) -> None:
+    """It is the one that a machine without NCCL gets; only its syntax is looked at here."""
+    target = tmp_path / f"cpu-{precision.lower()}" / "train_gpt2cpu"
+    result = make("REPORT=0", "NO_MULTI_GPU=1", f"PRECISION={precision}", f"BUILD={tmp_path}",
+                  "TRAINER_OPT=-fsyntax-only", str(target))
+    assert result.returncode == 0 and "-DMULTI_GPU" not in result.stdout, result
+    assert "-fsyntax-only" in result.stdout, result
 
 
 # ------------------------------------------------------------------------------------ variables

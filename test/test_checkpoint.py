@@ -33,6 +33,8 @@ from helpers import (
     read_model,
     snapshot,
     state_path,
+    wait_for_a_step,
+    wait_until,
     write_tokens,
 )
 
@@ -345,14 +347,6 @@ def test_after_a_damaged_one_an_older_one_can_be_taken(fp32: Trainer, saved: Wor
 # --------------------------------------------------------------------- kill, stop, full disk
 
 
-def wait_until(process: subprocess.Popen, condition, timeout: float = 30) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, f"ended early\n{finish(process)}"
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.002)
-
-
 def kill(process: subprocess.Popen) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -413,8 +407,7 @@ def test_leftovers_of_a_kill_are_cleared_or_ignored(fp32: Trainer, work: Workpla
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_signal_writes_a_checkpoint(trainer: Trainer, work: Workplace, number: int) -> None:
     process = trainer.start(work.args({"-x": 100000, "-o": work.out, "-n": 50000}, "--hash"))
-    log = work.out / "main.log"
-    wait_until(process, lambda: log.exists() and "trl:" in log.read_text())
+    wait_for_a_step(process, work.out)
     process.send_signal(number)
     result = finish(process, timeout=20)
     assert result.status == 0, f"{result}"
@@ -447,8 +440,7 @@ def test_spd_677_signal_during_other_work(fp32: Trainer, work: Workplace, flags:
         out = work.folder / f"out_{pause}"
         args = work.args({"-x": 100000, "-n": 50000, "-nk": 2, "-o": out, **flags})
         process = fp32.start(args)
-        wait_until(process, lambda: (out / "main.log").exists()
-                   and "trl:" in (out / "main.log").read_text())
+        wait_for_a_step(process, out)
         time.sleep(pause)
         process.send_signal(signal.SIGTERM)
         result = finish(process, timeout=20)
@@ -460,8 +452,7 @@ def test_spd_677_signal_during_other_work(fp32: Trainer, work: Workplace, flags:
 def test_a_second_signal_ends_it_at_once(fp32: Trainer, work: Workplace) -> None:
     """Not later than the checkpoint takes, and what DONE says is whole."""
     process = fp32.start(work.args({"-x": 100000, "-o": work.out, "-n": 50000}))
-    log = work.out / "main.log"
-    wait_until(process, lambda: log.exists() and "trl:" in log.read_text())
+    wait_for_a_step(process, work.out)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     finish(process, timeout=20)
@@ -631,8 +622,7 @@ def test_unfinished_files_of_a_killed_save_are_removed(fp32: Trainer, work: Work
 
 def test_signal_during_a_long_sample(fp32: Trainer, work: Workplace) -> None:
     process = fp32.start(work.args({"-o": work.out, "-s": 1, "-g": 10000000, "-x": 3}))
-    log = work.out / "main.log"
-    wait_until(process, lambda: log.exists() and "trl:" in log.read_text())
+    wait_for_a_step(process, work.out)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     result = finish(process, timeout=20)
