@@ -209,6 +209,16 @@ __device__ inline void store_group(T* to, const Packed128<T>& value, int count, 
     }
 }
 
+template <class T>
+__device__ inline void store_group_streaming(T* to, const Packed128<T>& value, int count,
+                                             bool vector) {
+    if (!vector) {
+        store_some(to, value, count);
+    } else if (count > 0) {
+        store128_streaming(to, value);
+    }
+}
+
 // The same for kCount neighbours as floats, in as many accesses as T needs.
 template <class T, int kCount>
 __device__ inline void load_floats(float (&x)[kCount], const T* from, int count, bool vector) {

@@ -5,7 +5,7 @@
 // written for each token that occurs. 72 and 58 % of an H200's copy bandwidth (4.2 TB/s) at
 // 65536 x 768, where both together are 0.1 % of a micro-batch.
 //
-// dwte's sums go by token. The positions sorted by token are cut into pieces of 64, of 16 where they
+// dwte's sums go by token. The positions sorted by token are cut into pieces of 32, of 16 where they
 // are few, so that the work is spread evenly whatever the tokens are. A token whose positions lie in
 // one piece is finished there; one that crosses into others leaves a partial sum in scratch for each,
 // and a second kernel adds these in order. Which sums are formed depends on the tokens and their
@@ -27,19 +27,21 @@ namespace llmc {
 
 constexpr int kEncoderThreads = 256;
 constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
+constexpr int kEncoderForwardThreads = 128;
+constexpr int kEncoderForwardWarps = kEncoderForwardThreads / kWarpSize;
 // Places of a piece in the sorted order. A piece is a block: few positions would leave multiprocessors
 // without one.
-constexpr int kEncoderPiece = 64, kEncoderSmallPiece = 16;
+constexpr int kEncoderPiece = 32, kEncoderSmallPiece = 16;
 constexpr size_t kEncoderFewRows = 16384;
 constexpr int kEncoderBatch = 8;  // rows that a thread of the backward pass has in flight
 
 // A warp for each position.
 template <class T>
-__global__ void __launch_bounds__(kEncoderThreads)
+__global__ void __launch_bounds__(kEncoderForwardThreads)
     encoder_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, size_t rows,
                            int length, int C, bool vector) {
     constexpr int kWidth = Packed128<T>::kSize;
-    const size_t row = size_t{blockIdx.x} * kEncoderWarps + threadIdx.x / kWarpSize;
+    const size_t row = size_t{blockIdx.x} * kEncoderForwardWarps + threadIdx.x / kWarpSize;
     if (row >= rows) return;
     const T* token = wte + static_cast<size_t>(tokens[row]) * C;
     const T* place = wpe + row % length * C;
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(kEncoderThreads)
         unpack(y, load_group(place + column, C - column, vector));
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) x[k] += y[k];
-        store_group(result + column, pack<T>(x), C - column, vector);
+        // Streamed, so that the rows of wte that come again stay in the cache.
+        store_group_streaming(result + column, pack<T>(x), C - column, vector);
     }
 }
 
@@ -250,9 +253,9 @@ LLMC_LAUNCHER void encoder_forward(floatX* out, const int* tokens, const floatX*
         "encoder_forward", {{"B", B}, {"T", seq}, {"C", C}},
         bytes_of<floatX>(rows, C, 2) + bytes_of<floatX>(seq, C) + bytes_of<int>(rows));
     const bool vector = C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, wte, wpe);
-    const unsigned blocks = static_cast<unsigned>(ceil_div<size_t>(rows, kEncoderWarps));
-    encoder_forward_kernel<<<blocks, kEncoderThreads, 0, stream>>>(out, tokens, wte, wpe, rows, seq,
-                                                                   C, vector);
+    const unsigned blocks = static_cast<unsigned>(ceil_div<size_t>(rows, kEncoderForwardWarps));
+    encoder_forward_kernel<<<blocks, kEncoderForwardThreads, 0, stream>>>(out, tokens, wte, wpe,
+                                                                          rows, seq, C, vector);
     launch_check();
 }
 

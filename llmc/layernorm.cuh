@@ -25,10 +25,18 @@ namespace llmc {
 // ============================================================================
 // kernels
 
-constexpr int kLayernormThreads = 256;  // where a warp has a row to itself
-constexpr int kLayernormWarps = kLayernormThreads / kWarpSize;
-constexpr int kLayernormMaxBlock = 384;  // where a block has
-constexpr int kLayernormMaxChannels = 32 * kLayernormMaxBlock;
+constexpr int kLayernormMaxBlock = 384;   // threads, where a block has a row to itself
+constexpr int kLayernormMaxColumns = 32;  // of a thread there
+constexpr int kLayernormMaxChannels = kLayernormMaxColumns * kLayernormMaxBlock;
+
+// Forward, where a warp has a row to itself: small blocks, since a multiprocessor takes the next one only
+// when all warps of one are done.
+constexpr int kLayernormForwardThreads = 128;
+constexpr int kLayernormForwardWarps = kLayernormForwardThreads / kWarpSize;
+
+// Backward, where a team of a block's threads has: columns of a thread, and threads of the block at most.
+constexpr int kLayernormColumns = 8;
+constexpr int kLayernormBlock = 512;
 
 // The columns of a row that one thread holds: groups of 16 bytes, as far apart as the team (the
 // threads of the row) is wide. A group may be cut short by the end of the row, or be empty.
@@ -37,11 +45,13 @@ struct RowTile {
     static constexpr int kWidth = Packed128<T>::kSize;
     static constexpr int kGroups = kColumns / kWidth;
 
+    template <bool kStreaming = false>
     __device__ void load(const T* row, int C, int thread, int team, bool vector) {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            const int column = (g * team + thread) * kWidth;
-            group[g] = load_group(row + column, C - column, vector);
+            const int column = (g * team + thread) * kWidth, count = C - column;
+            group[g] = kStreaming ? load_group_streaming(row + column, count, vector)
+                                  : load_group(row + column, count, vector);
         }
     }
     __device__ void store(T* row, int C, int thread, int team, bool vector) const {
@@ -55,14 +65,15 @@ struct RowTile {
     Packed128<T> group[kGroups];
 };
 
-// Sums over the row's team. `shared` as for block_sum.
-template <bool kWarpRow, int kCount>
-__device__ inline void team_sum(float (&value)[kCount], float* shared) {
+// Sums over the row's team: a warp, or the block, for which `shared` is as for block_sum.
+template <bool kWarpRow>
+__device__ inline float row_sum(float value, float* shared) {
     if constexpr (kWarpRow) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) value[k] = warp_sum(value[k]);
+        return warp_sum(value);
     } else {
-        block_sum(value, shared);
+        float sum[1] = {value};
+        block_sum(sum, shared);
+        return sum[0];
     }
 }
 
@@ -73,16 +84,15 @@ template <bool kWarpRow, class T, int kColumns>
 __device__ inline float2 row_statistics(const RowTile<T, kColumns>& tile, int C, int thread,
                                         int team, float* shared) {
     constexpr int kWidth = Packed128<T>::kSize;
-    float total[1] = {0.0f}, squares[1] = {0.0f};
+    float total = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int g = 0; g < tile.kGroups; ++g) {
         float x[kWidth];
         unpack(x, tile.group[g]);
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) total[0] = __fadd_rn(total[0], x[k]);
+        for (int k = 0; k < kWidth; ++k) total = __fadd_rn(total, x[k]);
     }
-    team_sum<kWarpRow>(total, shared);
-    const float mean = __fdiv_rn(total[0], static_cast<float>(C));
+    const float mean = __fdiv_rn(row_sum<kWarpRow>(total, shared), static_cast<float>(C));
 #pragma unroll
     for (int g = 0; g < tile.kGroups; ++g) {
         const int count = C - (g * team + thread) * kWidth;
@@ -91,11 +101,11 @@ __device__ inline float2 row_statistics(const RowTile<T, kColumns>& tile, int C,
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
             const float difference = k < count ? __fsub_rn(x[k], mean) : 0.0f;
-            squares[0] = __fmaf_rn(difference, difference, squares[0]);
+            squares = __fmaf_rn(difference, difference, squares);
         }
     }
-    team_sum<kWarpRow>(squares, shared + kWarpSize);
-    const float variance = __fdiv_rn(squares[0], static_cast<float>(C));
+    const float sum = row_sum<kWarpRow>(squares, shared + kWarpSize);
+    const float variance = __fdiv_rn(sum, static_cast<float>(C));
     return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, 1e-5f)))};
 }
 
@@ -116,19 +126,20 @@ struct LayernormForward {
 
 // Normalises inp, or inp + added, rounded, which it also stores.
 template <class T, int kColumns, bool kWarpRow, bool kFused>
-__global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBlock)
+__global__ void __launch_bounds__(kWarpRow ? kLayernormForwardThreads : kLayernormMaxBlock)
     layernorm_forward_kernel(LayernormForward<T> p) {
     __shared__ float shared[kWarpRow ? 1 : 2 * kWarpSize];
     constexpr int kWidth = Packed128<T>::kSize;
     const int team = kWarpRow ? kWarpSize : blockDim.x;
     const int thread = kWarpRow ? threadIdx.x % kWarpSize : threadIdx.x;
-    const size_t row =
-        kWarpRow ? size_t{blockIdx.x} * kLayernormWarps + threadIdx.x / kWarpSize : blockIdx.x;
+    const size_t row = kWarpRow
+                           ? size_t{blockIdx.x} * kLayernormForwardWarps + threadIdx.x / kWarpSize
+                           : blockIdx.x;
     if (row >= static_cast<size_t>(p.rows)) return;
     const size_t first = row * p.C;
 
     RowTile<T, kColumns> tile;
-    tile.load(p.inp + first, p.C, thread, team, p.vector);
+    tile.template load<!kFused>(p.inp + first, p.C, thread, team, p.vector);
     if constexpr (kFused) {
         RowTile<T, kColumns> other;
         other.load(p.added + first, p.C, thread, team, p.vector);
@@ -157,7 +168,11 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBl
         for (int k = 0; k < kWidth; ++k) {
             x[k] = __fmaf_rn(__fmul_rn(__fsub_rn(x[k], mean), rstd), w[k], b[k]);
         }
-        store_group(p.out + first + column, pack<T>(x), count, p.vector);
+        if constexpr (kFused) {
+            store_group(p.out + first + column, pack<T>(x), count, p.vector);
+        } else {
+            store_group_streaming(p.out + first + column, pack<T>(x), count, p.vector);
+        }
     }
     if (thread == 0) {
         p.mean[row] = mean;
@@ -180,100 +195,6 @@ struct LayernormBackward {
     bool add_to_dinp;
     bool vector;
 };
-
-// A thread's sums over rows, of its columns: in registers, or, where these run short, in shared memory.
-// There they lie in groups of four, those of neighbouring threads side by side, so that the threads of
-// a warp hit different banks.
-template <int kGroups, int kWidth, bool kShared>
-struct ColumnSums {
-    static constexpr int kFours = kWidth / 4;
-
-    __device__ explicit ColumnSums(float4* memory) : shared(memory + threadIdx.x) {
-        const float zeros[kWidth] = {};
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            if constexpr (kShared) put(g, zeros);
-        }
-    }
-    __device__ void put(int g, const float (&x)[kWidth]) const {
-#pragma unroll
-        for (int q = 0; q < kFours; ++q) {
-            shared[(g * kFours + q) * kLayernormThreads] =
-                make_float4(x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]);
-        }
-    }
-    __device__ void add(int g, const float (&x)[kWidth]) {
-        float old[kWidth];
-#pragma unroll
-        for (int q = 0; q < kFours; ++q) {
-            const float4 four = kShared ? shared[(g * kFours + q) * kLayernormThreads]
-                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            old[4 * q] = four.x, old[4 * q + 1] = four.y;
-            old[4 * q + 2] = four.z, old[4 * q + 3] = four.w;
-        }
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-            float& sum = kShared ? old[k] : own[g][k];
-            sum = __fadd_rn(sum, x[k]);
-        }
-        if constexpr (kShared) put(g, old);
-    }
-
-    float4* shared;  // of this thread
-    float own[kShared ? 1 : kGroups][kWidth] = {};
-};
-
-// partial (C) = what the warps of a block have in `sums` for the same columns, added in their order.
-// Begins and ends with a barrier.
-template <int kColumns, int kWidth, bool kVector>
-__device__ inline void add_warps(float* partial, const float4* sums, int C) {
-    constexpr int kFours = kWidth / 4;
-    static_assert(kColumns / 4 * kWarpSize <= kLayernormThreads, "a thread adds four columns");
-    const int plane = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    __syncthreads();
-    if (plane < kColumns / 4) {
-        const float4* from = sums + plane * kLayernormThreads + lane;
-        float sum[4] = {};
-#pragma unroll
-        for (int w = 0; w < kLayernormWarps; ++w) {
-            const float4 more = from[w * kWarpSize];
-            sum[0] = w == 0 ? more.x : __fadd_rn(sum[0], more.x);
-            sum[1] = w == 0 ? more.y : __fadd_rn(sum[1], more.y);
-            sum[2] = w == 0 ? more.z : __fadd_rn(sum[2], more.z);
-            sum[3] = w == 0 ? more.w : __fadd_rn(sum[3], more.w);
-        }
-        const int column = (plane / kFours * kWarpSize + lane) * kWidth + plane % kFours * 4;
-        store_floats(partial + column, sum, C - column, kVector);
-    }
-    __syncthreads();
-}
-
-// partial (3,C) from the threads' sums: the last that a block does, so the kernel that adds the parts
-// may come.
-template <int kColumns, bool kVector, int kGroups, int kWidth, bool kWarpRow>
-__device__ inline void store_partial(float* partial, const float (&dweight)[kGroups][kWidth],
-                                     const float (&dbias)[kGroups][kWidth],
-                                     const ColumnSums<kGroups, kWidth, kWarpRow>& dinp_sum,
-                                     const float4* sums, int C, int thread, int team) {
-    let_next_kernel_start();
-    if constexpr (kWarpRow) {
-        add_warps<kColumns, kWidth, kVector>(partial + 2 * C, sums, C);
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) dinp_sum.put(g, dweight[g]);
-        add_warps<kColumns, kWidth, kVector>(partial, sums, C);
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) dinp_sum.put(g, dbias[g]);
-        add_warps<kColumns, kWidth, kVector>(partial + C, sums, C);
-    } else {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            const int column = (g * team + thread) * kWidth, count = C - column;
-            store_floats(partial + column, dweight[g], count, kVector);
-            store_floats(partial + C + column, dbias[g], count, kVector);
-            store_floats(partial + 2 * C + column, dinp_sum.own[g], count, kVector);
-        }
-    }
-}
 
 // The two passes over a group of a row, x of inp and d of dout: with n = (inp - mean) * rstd and
 // g = weight * dout, dinp = (g - average(g) - n * average(g * n)) * rstd. Spelt in single operations,
@@ -309,115 +230,37 @@ __device__ inline void group_dinp(float (&x)[kWidth], const float (&d)[kWidth],
     }
 }
 
-// A team takes kRows rows at a time, so that there are loads enough in flight and a barrier serves
-// several rows. The sum of dinp is of what is stored.
-template <class T, int kColumns, bool kWarpRow, int kRows, bool kVector>
-__global__ void __launch_bounds__(kWarpRow ? kLayernormThreads : kLayernormMaxBlock,
-                                  kVector&& kWarpRow && sizeof(T) == 2 ? 2 : 1)
-    layernorm_backward_kernel(LayernormBackward<T> p) {
-    using Tile = RowTile<T, kColumns>;
-    constexpr int kWidth = Tile::kWidth, kGroups = Tile::kGroups;
-    // With 32 columns the sums take all registers: the row is then read twice, from the cache the
-    // second time.
-    constexpr bool kKeep = kColumns < 32;
-    __shared__ float shared[kWarpRow ? 1 : 2 * 2 * kRows * 16];
-    // Where a warp has a row, the registers do not take three sums: dinp's is here.
-    __shared__ float4 shared_sums[kWarpRow ? kColumns / 4 * kLayernormThreads : 1];
-    const int team = kWarpRow ? kWarpSize : blockDim.x;
-    const int thread = kWarpRow ? threadIdx.x % kWarpSize : threadIdx.x;
-    const unsigned row_team =
-        kWarpRow ? blockIdx.x * kLayernormWarps + threadIdx.x / kWarpSize : blockIdx.x;
-    const unsigned step = kRows * (kWarpRow ? kLayernormWarps : 1) * gridDim.x;
-    const unsigned rows = p.rows;
+// A thread's sums over rows for its columns.
+template <int kGroups, int kWidth>
+struct ColumnSums {
+    float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {}, dinp[kGroups][kWidth] = {};
+};
 
-    float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {};
-    ColumnSums<kGroups, kWidth, kWarpRow> dinp_sum(shared_sums);
-    int turn = 0;
-    for (unsigned row = kRows * row_team; row < rows; row += step, turn ^= 1) {
-        Tile inp[kRows], dout[kRows], dinp[kRows];
-        float mean[kRows], rstd[kRows], sums[2 * kRows] = {};
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            // A row too many counts as empty: what it reads is 0, and it adds and stores nothing.
-            const bool exists = row + r < rows;
-            const int width = exists ? p.C : 0;
-            const size_t first = size_t{row + r} * p.C;
-            if constexpr (kKeep) {
-                inp[r].load(p.inp + first, width, thread, team, kVector);
-                dout[r].load(p.dout + first, width, thread, team, kVector);
-                if (p.add_to_dinp) dinp[r].load(p.dinp + first, width, thread, team, kVector);
-            }
-            mean[r] = exists ? p.mean[row + r] : 0.0f;
-            rstd[r] = exists ? p.rstd[row + r] : 0.0f;
-        }
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            const int column = (g * team + thread) * kWidth;
-            float w[kWidth];
-            unpack(w, load_group(p.weight + column, p.C - column, kVector));
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const int count = row + r < rows ? p.C - column : 0;
-                const size_t first = size_t{row + r} * p.C + column;
-                float x[kWidth], d[kWidth];
-                unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
-                unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
-                add_group(dweight[g], dbias[g], &sums[2 * r], x, d, w, mean[r], rstd[r]);
-                if constexpr (kKeep) {
-                    unpack_again(inp[r].group[g]);
-                    unpack_again(dout[r].group[g]);
-                }
-            }
-        }
-        team_sum<kWarpRow>(sums, shared + (kWarpRow ? 0 : turn * 2 * kRows * 16));
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            const int column = (g * team + thread) * kWidth;
-            float w[kWidth];
-            unpack(w, load_group(p.weight + column, p.C - column, kVector));
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const int count = row + r < rows ? p.C - column : 0;
-                const size_t first = size_t{row + r} * p.C + column;
-                float x[kWidth], d[kWidth];
-                unpack(x, kKeep ? inp[r].group[g] : load_group(p.inp + first, count, kVector));
-                unpack(d, kKeep ? dout[r].group[g] : load_group(p.dout + first, count, kVector));
-                group_dinp(x, d, w, &sums[2 * r], p.per_channel, mean[r], rstd[r]);
-                if (p.add_to_dinp) {
-                    unpack(d,
-                           kKeep ? dinp[r].group[g] : load_group(p.dinp + first, count, kVector));
-#pragma unroll
-                    for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
-                }
-                const Packed128<T> rounded = pack<T>(x);
-                store_group(p.dinp + first, rounded, count, kVector);
-                unpack(x, rounded);
-                dinp_sum.add(g, x);
-            }
-        }
-    }
-    store_partial<kColumns, kVector>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,
-                                     dinp_sum, shared_sums, p.C, thread, team);
-}
-
-// What a thread of layernorm_backward_block_kernel will need of the block's next rows: its groups of
-// inp, dout and dinp come to places in shared memory that no other thread reads, hence need no
-// barrier. Those of a warp's lanes lie side by side.
-template <class T, int kGroups, int kRows>
+// What a thread of layernorm_backward_kernel will need of its team's next rows: its groups of inp, dout
+// and dinp come to places in shared memory that no other thread reads, hence need no barrier. Those of a
+// warp's lanes lie side by side. Rows that are not aligned come by loads that are waited for.
+template <class T, int kGroups, int kRows, bool kVector>
 class NextRows {
   public:
     enum Array { kInp, kDout, kDinp, kArrays };
     static constexpr int kPlaces = kArrays * kRows * kGroups;  // of a thread
 
-    __device__ NextRows(uint4* memory, const LayernormBackward<T>& p)
+    __device__ NextRows(uint4* memory, const LayernormBackward<T>& p, int thread, int team)
         : p(p),
-          place(memory + threadIdx.x / kWarpSize * kPlaces * kWarpSize + threadIdx.x % kWarpSize) {}
+          place(memory + threadIdx.x / kWarpSize * kPlaces * kWarpSize + threadIdx.x % kWarpSize),
+          thread(thread),
+          team(team) {}
 
     // Has group g of row + r brought; zeros if there is none.
     __device__ void fetch(Array array, const T* from, unsigned row, int r, int g) const {
-        const int column = (g * blockDim.x + threadIdx.x) * Packed128<T>::kSize;
-        const bool exists = row + r < static_cast<unsigned>(p.rows) && column < p.C;
-        device::copy_async<16>(at(array, r, g), from + size_t{row + r} * p.C + column, exists);
+        const int column = (g * team + thread) * Packed128<T>::kSize;
+        const int count = row + r < static_cast<unsigned>(p.rows) ? p.C - column : 0;
+        const T* group = from + size_t{row + r} * p.C + column;
+        if constexpr (kVector) {
+            device::copy_async<16>(at(array, r, g), group, count > 0);
+        } else {
+            *at(array, r, g) = load_some(group, count).bits;
+        }
     }
     // The same for all groups of kRows rows, row being the first.
     __device__ void fetch_rows(Array array, const T* from, unsigned row) const {
@@ -434,6 +277,13 @@ class NextRows {
         if (lane >= 2 * kRows || mine >= static_cast<unsigned>(p.rows)) return 0.0f;
         return (lane < kRows ? p.mean : p.rstd)[mine];
     }
+    // For the whole warp, from what its lanes have loaded so.
+    __device__ static float mean(float statistic, int r) {
+        return __shfl_sync(0xffffffffu, statistic, r);
+    }
+    __device__ static float rstd(float statistic, int r) {
+        return __shfl_sync(0xffffffffu, statistic, kRows + r);
+    }
     __device__ Packed128<T> get(Array array, int r, int g) const {
         return {*at(array, r, g)};
     }
@@ -444,47 +294,110 @@ class NextRows {
     }
     const LayernormBackward<T>& p;
     uint4* place;
+    int thread, team;
 };
 
-// As layernorm_backward_kernel where a block has a row, for aligned rows, with the same bits. What a
-// thread takes out of shared memory it replaces at once by the next rows', so that loads are on
-// their way at all times, also while the block reduces, computes and stores. The next rows of dinp
-// are read before the present ones are written, which is safe: no element of dinp is touched by two
-// threads or in two rounds. 512 holds the threads to 128 registers.
-template <class T, int kColumns, int kRows, bool kAdd>
-__global__ void __launch_bounds__(512) layernorm_backward_block_kernel(LayernormBackward<T> p) {
-    using Tile = RowTile<T, kColumns>;
-    constexpr int kWidth = Tile::kWidth, kGroups = Tile::kGroups;
-    using Next = NextRows<T, kGroups, kRows>;
+// block_sum for one of the block's teams, which the others do not wait for: `team` threads in whole warps,
+// the first of the block's warps being `first_warp`. `shared` is the block's, kCount values for each warp.
+template <int kCount>
+__device__ inline void team_sum(float (&value)[kCount], float* shared, int first_warp, int team) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) value[k] = warp_sum(value[k]);
+    if (team == kWarpSize) return;
+    const int warp = threadIdx.x / kWarpSize, warps = team / kWarpSize;
+    if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) shared[warp * kCount + k] = value[k];
+    }
+    // A team of two warps and more: at most 8 of them, barriers 1 to 8; 0 is that of __syncthreads.
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + first_warp / warps), "r"(team) : "memory");
+    const float* sums = shared + first_warp * kCount;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) value[k] = sums[k];
+#pragma unroll
+    for (int w = 1; w < warps; ++w) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) value[k] += sums[w * kCount + k];
+    }
+}
+
+// partial (3,C) = the sums of all teams of the block, in their order: the last that a block does, so the
+// kernel that adds the parts may come. `memory` has 96 bytes for each thread.
+template <bool kVector, int kGroups, int kWidth>
+__device__ inline void store_partial(float* partial, const ColumnSums<kGroups, kWidth>& sums,
+                                     float4* memory, int C, int team) {
+    constexpr int kFours = kWidth / 4, kArrayPlanes = kGroups * kFours;
+    let_next_kernel_start();
+    __syncthreads();  // nobody reads rows there any more
+    const int threads = blockDim.x;
+#pragma unroll
+    for (int plane = 0; plane < 3 * kArrayPlanes; ++plane) {
+        const int array = plane / kArrayPlanes, g = plane / kFours % kGroups, q = plane % kFours;
+        const float* x = array == 0 ? sums.dweight[g] : array == 1 ? sums.dbias[g] : sums.dinp[g];
+        memory[plane * threads + threadIdx.x] =
+            make_float4(x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 3 * kArrayPlanes * team; i += threads) {
+        const int plane = i / team, thread = i % team;
+        const int array = plane / kArrayPlanes, g = plane / kFours % kGroups, q = plane % kFours;
+        const float4* terms = memory + plane * threads + thread;
+        float sum[4] = {terms[0].x, terms[0].y, terms[0].z, terms[0].w};
+        for (int t = team; t < threads; t += team) {
+            sum[0] = __fadd_rn(sum[0], terms[t].x);
+            sum[1] = __fadd_rn(sum[1], terms[t].y);
+            sum[2] = __fadd_rn(sum[2], terms[t].z);
+            sum[3] = __fadd_rn(sum[3], terms[t].w);
+        }
+        const int column = (g * team + thread) * kWidth + 4 * q;
+        store_floats(partial + array * C + column, sum, C - column, kVector);
+    }
+}
+
+// A block has as many teams of `team` threads as it has room for. Each takes kRows rows at a time, so
+// that one barrier serves several, and the block adds its teams' sums, so that the parts are few. What a
+// thread takes out of shared memory it replaces at once by the next rows', so that loads are on their way at
+// all times, also while the team reduces, computes and stores. The next rows of dinp are read before the
+// present ones are written, which is safe: no element of dinp is touched by two threads or in two
+// rounds. A row too many counts as empty. The sum of dinp is of what is stored. The bounds hold the
+// threads to 128 registers.
+template <class T, int kTeam, int kRows, bool kAdd, bool kVector>
+__global__ void __launch_bounds__(kLayernormBlock)
+    layernorm_backward_kernel(LayernormBackward<T> p, int any_team) {
+    constexpr int kWidth = Packed128<T>::kSize, kGroups = kLayernormColumns / kWidth;
+    using Tile = RowTile<T, kLayernormColumns>;
+    using Next = NextRows<T, kGroups, kRows, kVector>;
+    static_assert(Next::kPlaces * sizeof(uint4) >= 3 * kLayernormColumns * sizeof(float),
+                  "the sums come to where the rows were");
     extern __shared__ uint4 next_rows[];
-    __shared__ __align__(16) float shared[2][2 * kRows * kLayernormMaxBlock / kWarpSize];
-    const int team = blockDim.x, thread = threadIdx.x;
-    const unsigned step = kRows * gridDim.x, rows = p.rows;
+    __shared__ __align__(16) float shared[2][2 * kRows * kLayernormBlock / kWarpSize];
+    const int team = kTeam > 0 ? kTeam : any_team;
+    const int number = threadIdx.x / team, thread = threadIdx.x % team;
+    const int first_warp = number * team / kWarpSize;
+    const unsigned teams = blockDim.x / team, step = kRows * teams * gridDim.x, rows = p.rows;
 
     Packed128<T> weight[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
         const int column = (g * team + thread) * kWidth;
-        weight[g] = load_group(p.weight + column, p.C - column, true);
+        weight[g] = load_group(p.weight + column, p.C - column, kVector);
     }
-    float dweight[kGroups][kWidth] = {}, dbias[kGroups][kWidth] = {};
-    ColumnSums<kGroups, kWidth, false> dinp_sum(nullptr);
-    const Next next(next_rows, p);
-    unsigned row = kRows * blockIdx.x;
+    ColumnSums<kGroups, kWidth> column_sums;
+    const Next next(next_rows, p, thread, team);
+    unsigned row = kRows * (blockIdx.x * teams + number);
     next.fetch_rows(Next::kInp, p.inp, row);
     next.fetch_rows(Next::kDout, p.dout, row);
     device::end_batch();
     if constexpr (kAdd) next.fetch_rows(Next::kDinp, p.dinp, row);
     device::end_batch();
-    float statistic = next.load_statistic(row);
+    float next_statistic = next.load_statistic(row);
     for (int turn = 0; row < rows; row += step, turn ^= 1) {
+        const float statistic = next_statistic;
         Tile inp[kRows], dout[kRows];
-        float mean[kRows], rstd[kRows], sums[2 * kRows] = {};
+        float sums[2 * kRows] = {};
         device::wait_for_batches<1>();  // inp and dout are there
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            mean[r] = __shfl_sync(0xffffffffu, statistic, r);
-            rstd[r] = __shfl_sync(0xffffffffu, statistic, kRows + r);
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
                 inp[r].group[g] = next.get(Next::kInp, r, g);
@@ -494,7 +407,7 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
         next.fetch_rows(Next::kInp, p.inp, row + step);
         next.fetch_rows(Next::kDout, p.dout, row + step);
         device::end_batch();
-        statistic = next.load_statistic(row + step);
+        next_statistic = next.load_statistic(row + step);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             float w[kWidth];
@@ -504,13 +417,14 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
                 float x[kWidth], d[kWidth];
                 unpack(x, inp[r].group[g]);
                 unpack(d, dout[r].group[g]);
-                add_group(dweight[g], dbias[g], &sums[2 * r], x, d, w, mean[r], rstd[r]);
+                add_group(column_sums.dweight[g], column_sums.dbias[g], &sums[2 * r], x, d, w,
+                          Next::mean(statistic, r), Next::rstd(statistic, r));
                 unpack_again(inp[r].group[g]);
                 unpack_again(dout[r].group[g]);
             }
             unpack_again(weight[g]);
         }
-        block_sum(sums, shared[turn]);
+        team_sum(sums, shared[turn], first_warp, team);
         device::wait_for_batches<1>();  // dinp is there
         // Addresses are worked out once more, since keeping them would cost registers.
         asm volatile("" : "+r"(row));
@@ -524,7 +438,8 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
                 float x[kWidth], d[kWidth];
                 unpack(x, inp[r].group[g]);
                 unpack(d, dout[r].group[g]);
-                group_dinp(x, d, w, &sums[2 * r], p.per_channel, mean[r], rstd[r]);
+                group_dinp(x, d, w, &sums[2 * r], p.per_channel, Next::mean(statistic, r),
+                           Next::rstd(statistic, r));
                 if constexpr (kAdd) {
                     unpack(d, next.get(Next::kDinp, r, g));
                     next.fetch(Next::kDinp, p.dinp, row + step, r, g);
@@ -533,24 +448,86 @@ __global__ void __launch_bounds__(512) layernorm_backward_block_kernel(Layernorm
                 }
                 const Packed128<T> rounded = pack<T>(x);
                 const int count = row + r < rows ? p.C - column : 0;
-                store_group(p.dinp + size_t{row + r} * p.C + column, rounded, count, true);
+                store_group(p.dinp + size_t{row + r} * p.C + column, rounded, count, kVector);
                 unpack(x, rounded);
-                dinp_sum.add(g, x);
+#pragma unroll
+                for (int k = 0; k < kWidth; ++k) {
+                    column_sums.dinp[g][k] = __fadd_rn(column_sums.dinp[g][k], x[k]);
+                }
             }
             unpack_again(weight[g]);
         }
         device::end_batch();
     }
     device::wait_for_copies();
-    store_partial<kColumns, true>(p.partial + size_t{3} * blockIdx.x * p.C, dweight, dbias,
-                                  dinp_sum, nullptr, p.C, thread, team);
+    store_partial<kVector>(p.partial + size_t{3} * blockIdx.x * p.C, column_sums,
+                           reinterpret_cast<float4*>(next_rows), p.C, team);
+}
+
+// The same for rows too wide to stay in registers beside their sums: a block takes them one by one, and
+// reads each twice, from the cache the second time.
+template <class T>
+__global__ void __launch_bounds__(kLayernormMaxBlock)
+    layernorm_backward_wide_kernel(LayernormBackward<T> p) {
+    constexpr int kWidth = Packed128<T>::kSize, kGroups = kLayernormMaxColumns / kWidth;
+    __shared__ float shared[2][2 * kLayernormMaxBlock / kWarpSize];
+    const int team = blockDim.x, thread = threadIdx.x;
+    ColumnSums<kGroups, kWidth> column_sums;
+    int turn = 0;
+    for (unsigned row = blockIdx.x; row < static_cast<unsigned>(p.rows);
+         row += gridDim.x, turn ^= 1) {
+        const float mean = p.mean[row], rstd = p.rstd[row];
+        float sums[2] = {};
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth, count = p.C - column;
+            const size_t first = size_t{row} * p.C + column;
+            float x[kWidth], d[kWidth], w[kWidth];
+            unpack(w, load_group(p.weight + column, count, p.vector));
+            unpack(x, load_group(p.inp + first, count, p.vector));
+            unpack(d, load_group(p.dout + first, count, p.vector));
+            add_group(column_sums.dweight[g], column_sums.dbias[g], sums, x, d, w, mean, rstd);
+        }
+        block_sum(sums, shared[turn]);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int column = (g * team + thread) * kWidth, count = p.C - column;
+            const size_t first = size_t{row} * p.C + column;
+            float x[kWidth], d[kWidth], w[kWidth];
+            unpack(w, load_group(p.weight + column, count, p.vector));
+            unpack(x, load_group(p.inp + first, count, p.vector));
+            unpack(d, load_group(p.dout + first, count, p.vector));
+            group_dinp(x, d, w, sums, p.per_channel, mean, rstd);
+            if (p.add_to_dinp) {
+                unpack(d, load_group(p.dinp + first, count, p.vector));
+#pragma unroll
+                for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
+            }
+            const Packed128<T> rounded = pack<T>(x);
+            store_group(p.dinp + first, rounded, count, p.vector);
+            unpack(x, rounded);
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) {
+                column_sums.dinp[g][k] = __fadd_rn(column_sums.dinp[g][k], x[k]);
+            }
+        }
+    }
+    let_next_kernel_start();
+    float* partial = p.partial + size_t{3} * blockIdx.x * p.C;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+        const int column = (g * team + thread) * kWidth, count = p.C - column;
+        store_floats(partial + column, column_sums.dweight[g], count, p.vector);
+        store_floats(partial + p.C + column, column_sums.dbias[g], count, p.vector);
+        store_floats(partial + 2 * p.C + column, column_sums.dinp[g], count, p.vector);
+    }
 }
 
 // The parts' sum: a block takes 16 columns, which are two sectors of memory, and cuts the parts into
-// 32 stretches, so that with 264 parts a thread has all its loads in flight at once.
+// 32 stretches, so that with 132 parts a thread has all its loads in flight at once.
 constexpr int kPartColumns = 16;
 constexpr int kPartStretches = 32;
-constexpr int kPartBatch = 9;
+constexpr int kPartBatch = 5;
 
 // dweight, dbias and dinp_sum, unless it is null, from the parts: the stretches in double, each with its
 // neighbour, then these pairs in order.
@@ -601,15 +578,15 @@ inline void check_layernorm_shape(const char* launcher, int rows, int C) {
     }
 }
 
-// Threads of a block that has a row to itself.
-inline int layernorm_block(int C, int columns) {
+// Threads for a row, in whole warps.
+inline int layernorm_team(int C, int columns) {
     return ceil_div(ceil_div(C, columns), kWarpSize) * kWarpSize;
 }
 
 template <class T, int kColumns, bool kWarpRow, bool kFused>
 void launch_layernorm_forward(const LayernormForward<T>& p, cudaStream_t stream) {
-    const int threads = kWarpRow ? kLayernormThreads : layernorm_block(p.C, kColumns);
-    const int blocks = kWarpRow ? ceil_div(p.rows, kLayernormWarps) : p.rows;
+    const int threads = kWarpRow ? kLayernormForwardThreads : layernorm_team(p.C, kColumns);
+    const int blocks = kWarpRow ? ceil_div(p.rows, kLayernormForwardWarps) : p.rows;
     layernorm_forward_kernel<T, kColumns, kWarpRow, kFused><<<blocks, threads, 0, stream>>>(p);
     launch_check();
 }
@@ -624,7 +601,7 @@ void layernorm_forward_any(const LayernormForward<T>& p, cudaStream_t stream) {
     if (p.C <= 40 * kWarpSize) return launch_layernorm_forward<T, 40, true, kFused>(p, stream);
     if (p.C <= 56 * kWarpSize) return launch_layernorm_forward<T, 56, true, kFused>(p, stream);
     if (p.C <= 64 * kWarpSize) return launch_layernorm_forward<T, 64, true, kFused>(p, stream);
-    launch_layernorm_forward<T, 32, false, kFused>(p, stream);
+    launch_layernorm_forward<T, kLayernormMaxColumns, false, kFused>(p, stream);
 }
 
 // out (rows,C) = (inp - mean) * rstd * weight + bias; mean and rstd (rows) are of each row. Throws
@@ -656,13 +633,24 @@ LLMC_LAUNCHER void fused_residual_layernorm_forward(floatX* residual, floatX* ou
         {residual, out, mean, rstd, a, b, weight, bias, rows, C, vector}, stream);
 }
 
-// How many parts dweight, dbias and dinp_sum are summed in, for any GPU: as many blocks as fit on an
-// H200's 132 multiprocessors at 128 registers a thread. That is two of 256 threads; where a block
-// has a row, four of 128, three of 160, two of up to 256.
+// Whether a thread's columns of a row stay in registers beside their sums.
+inline bool layernorm_backward_is_wide(int C) {
+    return C > kLayernormColumns * kLayernormMaxBlock;
+}
+
+// Rows that a team takes at a time.
+constexpr int kLayernormRows = sizeof(floatX) == 2 ? 2 : 1;
+
+// The teams of a block.
+inline int layernorm_backward_teams(int C) {
+    return kLayernormBlock / layernorm_team(C, kLayernormColumns);
+}
+
+// How many parts dweight, dbias and dinp_sum are summed in, for any GPU: as many blocks as run at once
+// on an H200's 132 multiprocessors.
 inline int layernorm_backward_parts(int rows, int C) {
-    if (C <= 24 * kWarpSize) return std::min(264, ceil_div(rows, kLayernormWarps));
-    const int most = C <= 8 * 128 ? 528 : C <= 8 * 160 ? 396 : 264;
-    return std::min(most, ceil_div(rows, C <= 8 * kLayernormMaxBlock ? 4 : 1));
+    if (layernorm_backward_is_wide(C)) return std::min(264, rows);
+    return std::min(132, ceil_div(rows, layernorm_backward_teams(C) * kLayernormRows));
 }
 
 // Bytes of scratch for layernorm_backward.
@@ -671,33 +659,47 @@ LLMC_LAUNCHER size_t layernorm_backward_scratch_bytes(int rows, int C) {
     return static_cast<size_t>(layernorm_backward_parts(rows, C)) * 3 * C * sizeof(float);
 }
 
-// For aligned rows of up to kColumns * kLayernormMaxBlock columns.
-template <class T, int kColumns, int kRows>
-void launch_layernorm_backward_block(const LayernormBackward<T>& p, int parts,
-                                     cudaStream_t stream) {
-    constexpr int kPlaces = NextRows<T, RowTile<T, kColumns>::kGroups, kRows>::kPlaces;
-    const auto kernel = p.add_to_dinp ? layernorm_backward_block_kernel<T, kColumns, kRows, true>
-                                      : layernorm_backward_block_kernel<T, kColumns, kRows, false>;
-    const int threads = layernorm_block(p.C, kColumns);
-    const size_t bytes = sizeof(uint4) * kPlaces * threads;
+template <class T, int kTeam, bool kAdd, bool kVector>
+void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
+    constexpr int kRows = kLayernormRows;
+    const auto kernel = layernorm_backward_kernel<T, kTeam, kRows, kAdd, kVector>;
+    constexpr int kGroups = kLayernormColumns / Packed128<T>::kSize;
+    const int team = layernorm_team(p.C, kLayernormColumns);
+    const int threads = layernorm_backward_teams(p.C) * team;
+    const size_t bytes = sizeof(uint4) * NextRows<T, kGroups, kRows, kVector>::kPlaces * threads;
     allow_shared_memory(kernel, bytes);
-    kernel<<<parts, threads, bytes, stream>>>(p);
+    kernel<<<parts, threads, bytes, stream>>>(p, team);
     launch_check();
 }
 
-template <class T, int kColumns, bool kWarpRow, int kRows>
-void launch_layernorm_backward(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
-    const int threads = kWarpRow ? kLayernormThreads : layernorm_block(p.C, kColumns);
-    if constexpr (!kWarpRow && kColumns == 8) {
-        if (p.vector) return launch_layernorm_backward_block<T, kColumns, kRows>(p, parts, stream);
-    } else if (p.vector) {
-        layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, true>
-            <<<parts, threads, 0, stream>>>(p);
+template <class T, int kTeam>
+void layernorm_backward_aligned(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
+    p.add_to_dinp ? launch_layernorm_backward<T, kTeam, true, true>(p, parts, stream)
+                  : launch_layernorm_backward<T, kTeam, false, true>(p, parts, stream);
+}
+
+template <class T>
+void layernorm_backward_any(const LayernormBackward<T>& p, int parts, cudaStream_t stream) {
+    if (layernorm_backward_is_wide(p.C)) {
+        layernorm_backward_wide_kernel<T>
+            <<<parts, layernorm_team(p.C, kLayernormMaxColumns), 0, stream>>>(p);
         return launch_check();
     }
-    layernorm_backward_kernel<T, kColumns, kWarpRow, kRows, false>
-        <<<parts, threads, 0, stream>>>(p);
-    launch_check();
+    if (!p.vector) {
+        return p.add_to_dinp ? launch_layernorm_backward<T, 0, true, false>(p, parts, stream)
+                             : launch_layernorm_backward<T, 0, false, false>(p, parts, stream);
+    }
+    switch (layernorm_team(p.C, kLayernormColumns)) {
+        case 96:
+            return layernorm_backward_aligned<T, 96>(p, parts, stream);
+        case 128:
+            return layernorm_backward_aligned<T, 128>(p, parts, stream);
+        case 160:
+            return layernorm_backward_aligned<T, 160>(p, parts, stream);
+        case 224:
+            return layernorm_backward_aligned<T, 224>(p, parts, stream);
+    }
+    layernorm_backward_aligned<T, 0>(p, parts, stream);
 }
 
 // dinp (rows,C), added to with add_to_dinp; dweight and dbias (C), added to with `accumulate`; likewise
@@ -719,16 +721,7 @@ LLMC_LAUNCHER void layernorm_backward(floatX* dinp, gradX* dweight, gradX* dbias
     const LayernormBackward<floatX> p = {dinp, partial, dout, inp,         weight,      mean,
                                          rstd, rows,    C,    per_channel, add_to_dinp, vector};
     const int parts = layernorm_backward_parts(rows, C);
-    constexpr int kBlockRows = sizeof(floatX) == 2 ? 4 : 2;
-    if (C <= 8 * kWarpSize) {
-        launch_layernorm_backward<floatX, 8, true, 1>(p, parts, stream);
-    } else if (C <= 24 * kWarpSize) {
-        launch_layernorm_backward<floatX, 24, true, 1>(p, parts, stream);
-    } else if (C <= 8 * kLayernormMaxBlock) {
-        launch_layernorm_backward<floatX, 8, false, kBlockRows>(p, parts, stream);
-    } else {
-        launch_layernorm_backward<floatX, 32, false, 1>(p, parts, stream);
-    }
+    layernorm_backward_any(p, parts, stream);
     const int columns = (dinp_sum != nullptr ? 3 : 2) * C;
     launch_second_kernel(layernorm_add_parts_kernel<gradX>, ceil_div(columns, kPartColumns),
                          kPartColumns * kPartStretches, stream, dweight, dbias, dinp_sum, partial,

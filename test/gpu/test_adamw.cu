@@ -241,10 +241,11 @@ TEST(GpuAdamw, Bandwidth) {
     const DeviceGuarded<StepState> state(std::vector<StepState>{state_after(1)});
     // Weights are written; where they are their own master they are read, too.
     const double bytes = sizeof(gradX) + 16.0 + (use_master ? 2 + 8 : 8);
-    report_bandwidth("adamw_update d12", bytes * static_cast<double>(elements), [&](int) {
-        adamw_update(table.get(), static_cast<int>(segments.size()), max_count, AdamwOptions{},
-                     inputs.get(), state.get(), nullptr);
-    });
+    report_bandwidth("adamw_update d12", bytes * static_cast<double>(elements),
+                     [&](cudaStream_t stream, int) {
+                         adamw_update(table.get(), static_cast<int>(segments.size()), max_count,
+                                      AdamwOptions{}, inputs.get(), state.get(), stream);
+                     });
 }
 
 }  // namespace

@@ -90,13 +90,14 @@ TEST(GpuBias, Speed) {
     DeviceGuarded<gradX> dbias(OC);
     DeviceGuarded<unsigned char> scratch(bias_scratch_bytes(rows, OC));
     const double bytes = static_cast<double>(count) * sizeof(floatX);
-    report_bandwidth("bias_backward, 65536 x 3072", bytes, [&](int) {
-        bias_backward(dbias.get(), dout.get(), scratch.get(), rows, OC, true, nullptr);
+    report_bandwidth("bias_backward, 65536 x 3072", bytes, [&](cudaStream_t stream, int) {
+        bias_backward(dbias.get(), dout.get(), scratch.get(), rows, OC, true, stream);
     });
-    report_bandwidth("gelu_backward_bias, 65536 x 3072", 3.0 * bytes, [&](int) {
-        gelu_backward_bias(dinp.get(), dbias.get(), dout.get(), inp.get(), scratch.get(), rows, OC,
-                           true, nullptr);
-    });
+    report_bandwidth("gelu_backward_bias, 65536 x 3072", 3.0 * bytes,
+                     [&](cudaStream_t stream, int) {
+                         gelu_backward_bias(dinp.get(), dbias.get(), dout.get(), inp.get(),
+                                            scratch.get(), rows, OC, true, stream);
+                     });
 }
 
 }  // namespace

@@ -114,13 +114,13 @@ TEST(GpuEncoder, BackwardMatchesTwinAndLeavesOtherRows) {
 }
 
 // Runs that end at, just before and just after the ends of pieces, and over several of them: pieces of
-// 16, and, with so many rows, of 64.
+// 16, and, with so many rows, of 32.
 TEST(GpuEncoder, RunsThatCrossPieces) {
     constexpr int kVocab = 150;
     const int many = static_cast<int>(kEncoderFewRows) / 1000 + 1;
     for (const std::vector<int>& lengths :
-         {std::vector<int>{64, 64, 128, 1, 63, 680}, std::vector<int>{63, 2, 63, 1, 127, 744},
-          std::vector<int>{1, 64, 64, 64, 807}, std::vector<int>{65, 191, 3, 61, 640, 40},
+         {std::vector<int>{32, 32, 64, 1, 31, 840}, std::vector<int>{31, 2, 31, 1, 63, 872},
+          std::vector<int>{1, 32, 32, 32, 903}, std::vector<int>{33, 95, 3, 29, 320, 520},
           std::vector<int>{16, 1, 15, 33, 47, 888}, std::vector<int>{1000}}) {
         for (const int copies : {1, many}) {
             const Shape s{copies, 1000, 40};
@@ -206,32 +206,37 @@ TEST(GpuEncoder, Bandwidth) {
     const double grad_row_bytes = static_cast<double>(s.C) * sizeof(gradX);
     {
         const DeviceGuarded<int> device_tokens(tokens), order(sorted_order(tokens));
-        report_bandwidth("encoder_forward d12 B 64", (rows + used) * row_bytes, [&](int set) {
-            encoder_forward(out[set].get(), device_tokens.get(), wte.get(), wpe.get(), s.B, s.T,
-                            s.C, nullptr);
-        });
-        report_bandwidth("encoder_backward d12 B 64",
-                         2 * rows * row_bytes + 2 * used * grad_row_bytes, [&](int set) {
-                             encoder_backward(dwte.get(), dwpe.get(), out[set].get(),
-                                              device_tokens.get(), order.get(), scratch.get(), s.B,
-                                              s.T, s.C, false, nullptr);
+        report_bandwidth("encoder_forward d12 B 64", (rows + used) * row_bytes,
+                         [&](cudaStream_t stream, int set) {
+                             encoder_forward(out[set].get(), device_tokens.get(), wte.get(),
+                                             wpe.get(), s.B, s.T, s.C, stream);
                          });
+        report_bandwidth(
+            "encoder_backward d12 B 64", 2 * rows * row_bytes + 2 * used * grad_row_bytes,
+            [&](cudaStream_t stream, int set) {
+                encoder_backward(dwte.get(), dwpe.get(), out[set].get(), device_tokens.get(),
+                                 order.get(), scratch.get(), s.B, s.T, s.C, false, stream);
+            });
     }
     {
         const int few = 4;
         const std::vector<int> first(tokens.begin(), tokens.begin() + few * s.T);
         const DeviceGuarded<int> device_tokens(first), order(sorted_order(first));
-        report_bandwidth("encoder_backward d12 B 4", 2.0 * few * s.T * row_bytes, [&](int set) {
-            encoder_backward(dwte.get(), dwpe.get(), out[set].get(), device_tokens.get(),
-                             order.get(), scratch.get(), few, s.T, s.C, false, nullptr);
-        });
+        report_bandwidth("encoder_backward d12 B 4", 2.0 * few * s.T * row_bytes,
+                         [&](cudaStream_t stream, int set) {
+                             encoder_backward(dwte.get(), dwpe.get(), out[set].get(),
+                                              device_tokens.get(), order.get(), scratch.get(), few,
+                                              s.T, s.C, false, stream);
+                         });
     }
     const std::vector<int> same(rows, 220);
     const DeviceGuarded<int> device_tokens(same), order(sorted_order(same));
-    report_bandwidth("encoder_backward d12 B 64, one token", 2 * rows * row_bytes, [&](int set) {
-        encoder_backward(dwte.get(), dwpe.get(), out[set].get(), device_tokens.get(), order.get(),
-                         scratch.get(), s.B, s.T, s.C, false, nullptr);
-    });
+    report_bandwidth("encoder_backward d12 B 64, one token", 2 * rows * row_bytes,
+                     [&](cudaStream_t stream, int set) {
+                         encoder_backward(dwte.get(), dwpe.get(), out[set].get(),
+                                          device_tokens.get(), order.get(), scratch.get(), s.B, s.T,
+                                          s.C, false, stream);
+                     });
 }
 
 }  // namespace

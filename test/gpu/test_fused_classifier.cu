@@ -199,18 +199,19 @@ std::vector<Way> ways_for(int V) {
     if (fit >= 1) ways.push_back(Way::kRowToRow);
     return ways;
 }
-void run(Way way, floatX* logits, float* losses, const int* targets, float dloss, Shape s) {
+void run(Way way, floatX* logits, float* losses, const int* targets, float dloss, Shape s,
+         cudaStream_t stream = nullptr) {
     const Classifier<floatX> p = {logits, losses, targets, dloss, s.V, s.Vp, true};
     switch (way) {
         case Way::kBlockForEachRow:
             launch_fused_classifier<floatX, true, true>(p, s.rows, cached_row_bytes<floatX>(s.V),
-                                                        nullptr);
+                                                        stream);
             break;
         case Way::kRowToRow:
-            launch_classify_rows<floatX>(p, s.rows, nullptr);
+            launch_classify_rows<floatX>(p, s.rows, stream);
             break;
         default:
-            fused_classifier(logits, losses, targets, dloss, s.rows, s.V, s.Vp, true, nullptr);
+            fused_classifier(logits, losses, targets, dloss, s.rows, s.V, s.Vp, true, stream);
     }
 }
 
@@ -465,20 +466,21 @@ TEST(GpuFusedClassifier, Bandwidth) {
     const double bytes = static_cast<double>(logits.bytes());
     for (const bool write : {false, true}) {
         report_bandwidth(write ? "fused_classifier d12 B 64, dlogits" : "fused_classifier d12 B 64",
-                         (write ? 2 : 1) * bytes, [&](int) {
+                         (write ? 2 : 1) * bytes, [&](cudaStream_t stream, int) {
                              fused_classifier(logits.get(), losses.get(), targets.get(),
-                                              1.0f / 65536, s.rows, s.V, s.Vp, write, nullptr);
+                                              1.0f / 65536, s.rows, s.V, s.Vp, write, stream);
                          });
     }
     for (const Way way : ways_for(s.V)) {
         if (way == Way::kLauncher) continue;
         const std::string name = std::string("  dlogits by ") + name_of(way);
-        report_bandwidth(name.c_str(), 2 * bytes, [&](int) {
-            run(way, logits.get(), losses.get(), targets.get(), 1.0f / 65536, s);
+        report_bandwidth(name.c_str(), 2 * bytes, [&](cudaStream_t stream, int) {
+            run(way, logits.get(), losses.get(), targets.get(), 1.0f / 65536, s, stream);
         });
     }
-    report_bandwidth("mean_loss, 65536 rows", 65536 * 4.0,
-                     [&](int) { mean_loss(mean.get(), losses.get(), 65536, nullptr); });
+    report_bandwidth("mean_loss, 65536 rows", 65536 * 4.0, [&](cudaStream_t stream, int) {
+        mean_loss(mean.get(), losses.get(), 65536, stream);
+    });
 }
 
 }  // namespace

@@ -99,10 +99,13 @@ TEST(GpuGelu, Bandwidth) {
     const DeviceBuffer<floatX> b[2] = {device_values<floatX>(count, 3),
                                        device_values<floatX>(count, 4)};
     report_bandwidth("gelu_forward d12 B 64", 2.0 * a[0].bytes(),
-                     [&](int set) { gelu_forward(b[set].get(), a[set].get(), count, nullptr); });
-    report_bandwidth("gelu_backward d12 B 64, in place", 3.0 * a[0].bytes(), [&](int set) {
-        gelu_backward(b[set].get(), b[set].get(), a[set].get(), count, nullptr);
-    });
+                     [&](cudaStream_t stream, int set) {
+                         gelu_forward(b[set].get(), a[set].get(), count, stream);
+                     });
+    report_bandwidth("gelu_backward d12 B 64, in place", 3.0 * a[0].bytes(),
+                     [&](cudaStream_t stream, int set) {
+                         gelu_backward(b[set].get(), b[set].get(), a[set].get(), count, stream);
+                     });
 }
 
 }  // namespace

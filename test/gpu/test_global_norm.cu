@@ -206,14 +206,16 @@ void report(const char* size, const ModelConfig& config) {
     const DeviceBuffer<char> scratch(global_norm_chunks_scratch_bytes(n, max_count));
     const DeviceBuffer<double> sums(chunks[0].size());
     report_bandwidth(format("global_norm_chunks %s", size).c_str(),
-                     static_cast<double>(elements) * sizeof(gradX), [&](int set) {
+                     static_cast<double>(elements) * sizeof(gradX),
+                     [&](cudaStream_t stream, int set) {
                          global_norm_chunks(sums.get(), set == 0 ? first.get() : second.get(), n,
-                                            max_count, scratch.get(), nullptr);
+                                            max_count, scratch.get(), stream);
                      });
     const DeviceGuarded<StepState> state(std::vector<StepState>{initial_step_state()});
-    report_bandwidth(format("decide_step %s, %d sums", size, n).c_str(), n * 8.0, [&](int) {
-        decide_step(state.get(), sums.get(), 8, sums.get(), sums.count(), StepRules{}, nullptr);
-    });
+    report_bandwidth(
+        format("decide_step %s, %d sums", size, n).c_str(), n * 8.0, [&](cudaStream_t stream, int) {
+            decide_step(state.get(), sums.get(), 8, sums.get(), sums.count(), StepRules{}, stream);
+        });
 }
 
 TEST(GpuGlobalNorm, Bandwidth) {

@@ -350,22 +350,24 @@ void report(const char* size, Shape s) {
     const DeviceBuffer<gradX> dweight(s.C), dbias(s.C), dinp_sum(s.C);
     const DeviceBuffer<char> scratch(layernorm_backward_scratch_bytes(s.rows, s.C));
     const double bytes = static_cast<double>(a[0].bytes());
-    report_bandwidth(format("layernorm_forward %s", size).c_str(), 2 * bytes, [&](int set) {
-        layernorm_forward(b[set].get(), mean.get(), rstd.get(), a[set].get(), weight.get(),
-                          weight.get(), s.rows, s.C, nullptr);
-    });
-    report_bandwidth(
-        format("fused_residual_layernorm_forward %s", size).c_str(), 4 * bytes, [&](int set) {
-            fused_residual_layernorm_forward(residual.get(), c[set].get(), mean.get(), rstd.get(),
-                                             a[set].get(), b[set].get(), weight.get(), weight.get(),
-                                             s.rows, s.C, nullptr);
-        });
-    report_bandwidth(
-        format("layernorm_backward, adding, %s", size).c_str(), 4 * bytes, [&](int set) {
-            layernorm_backward(c[set].get(), dweight.get(), dbias.get(), dinp_sum.get(),
-                               b[set].get(), a[set].get(), weight.get(), mean.get(), rstd.get(),
-                               scratch.get(), s.rows, s.C, true, false, nullptr);
-        });
+    report_bandwidth(format("layernorm_forward %s", size).c_str(), 2 * bytes,
+                     [&](cudaStream_t stream, int set) {
+                         layernorm_forward(b[set].get(), mean.get(), rstd.get(), a[set].get(),
+                                           weight.get(), weight.get(), s.rows, s.C, stream);
+                     });
+    report_bandwidth(format("fused_residual_layernorm_forward %s", size).c_str(), 4 * bytes,
+                     [&](cudaStream_t stream, int set) {
+                         fused_residual_layernorm_forward(
+                             residual.get(), c[set].get(), mean.get(), rstd.get(), a[set].get(),
+                             b[set].get(), weight.get(), weight.get(), s.rows, s.C, stream);
+                     });
+    report_bandwidth(format("layernorm_backward, adding, %s", size).c_str(), 4 * bytes,
+                     [&](cudaStream_t stream, int set) {
+                         layernorm_backward(c[set].get(), dweight.get(), dbias.get(),
+                                            dinp_sum.get(), b[set].get(), a[set].get(),
+                                            weight.get(), mean.get(), rstd.get(), scratch.get(),
+                                            s.rows, s.C, true, false, stream);
+                     });
 }
 
 TEST(GpuLayernorm, Bandwidth) {
