@@ -121,11 +121,10 @@ struct LayernormForward {
     const T* bias;
     int rows;
     int C;
-    bool vector;
 };
 
 // Normalises inp, or inp + added, rounded, which it also stores.
-template <class T, int kColumns, bool kWarpRow, bool kFused>
+template <class T, int kColumns, bool kWarpRow, bool kFused, bool kVector>
 __global__ void __launch_bounds__(kWarpRow ? kLayernormForwardThreads : kLayernormMaxBlock)
     layernorm_forward_kernel(LayernormForward<T> p) {
     __shared__ float shared[kWarpRow ? 1 : 2 * kWarpSize];
@@ -139,10 +138,10 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormForwardThreads : kLayerno
     const size_t first = row * p.C;
 
     RowTile<T, kColumns> tile;
-    tile.template load<!kFused>(p.inp + first, p.C, thread, team, p.vector);
+    tile.template load<!kFused>(p.inp + first, p.C, thread, team, kVector);
     if constexpr (kFused) {
         RowTile<T, kColumns> other;
-        other.load(p.added + first, p.C, thread, team, p.vector);
+        other.load(p.added + first, p.C, thread, team, kVector);
 #pragma unroll
         for (int g = 0; g < tile.kGroups; ++g) {
             float x[kWidth], y[kWidth];
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormForwardThreads : kLayerno
             for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], y[k]);
             tile.group[g] = pack<T>(x);
         }
-        tile.store(p.residual + first, p.C, thread, team, p.vector);
+        tile.store(p.residual + first, p.C, thread, team, kVector);
     }
 
     const float2 statistics = row_statistics<kWarpRow>(tile, p.C, thread, team, shared);
@@ -162,16 +161,16 @@ __global__ void __launch_bounds__(kWarpRow ? kLayernormForwardThreads : kLayerno
         const int column = (g * team + thread) * kWidth, count = p.C - column;
         float x[kWidth], w[kWidth], b[kWidth];
         unpack(x, tile.group[g]);
-        unpack(w, load_group(p.weight + column, count, p.vector));
-        unpack(b, load_group(p.bias + column, count, p.vector));
+        unpack(w, load_group(p.weight + column, count, kVector));
+        unpack(b, load_group(p.bias + column, count, kVector));
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
             x[k] = __fmaf_rn(__fmul_rn(__fsub_rn(x[k], mean), rstd), w[k], b[k]);
         }
         if constexpr (kFused) {
-            store_group(p.out + first + column, pack<T>(x), count, p.vector);
+            store_group(p.out + first + column, pack<T>(x), count, kVector);
         } else {
-            store_group_streaming(p.out + first + column, pack<T>(x), count, p.vector);
+            store_group_streaming(p.out + first + column, pack<T>(x), count, kVector);
         }
     }
     if (thread == 0) {
@@ -583,25 +582,37 @@ inline int layernorm_team(int C, int columns) {
     return ceil_div(ceil_div(C, columns), kWarpSize) * kWarpSize;
 }
 
-template <class T, int kColumns, bool kWarpRow, bool kFused>
+template <class T, int kColumns, bool kWarpRow, bool kFused, bool kVector>
 void launch_layernorm_forward(const LayernormForward<T>& p, cudaStream_t stream) {
     const int threads = kWarpRow ? kLayernormForwardThreads : layernorm_team(p.C, kColumns);
     const int blocks = kWarpRow ? ceil_div(p.rows, kLayernormForwardWarps) : p.rows;
-    layernorm_forward_kernel<T, kColumns, kWarpRow, kFused><<<blocks, threads, 0, stream>>>(p);
+    layernorm_forward_kernel<T, kColumns, kWarpRow, kFused, kVector>
+        <<<blocks, threads, 0, stream>>>(p);
     launch_check();
 }
 
-// The kernel is chosen by C alone. A warp whose lanes have room for much more than the row has registers
-// lying idle, and too few rows on their way: hence a size for each of GPT-2's widths.
+template <int kColumns, bool kFused, class T>
+void layernorm_forward_by_warps(const LayernormForward<T>& p, cudaStream_t stream) {
+    launch_layernorm_forward<T, kColumns, true, kFused, true>(p, stream);
+}
+
+// The kernel is chosen by C, and by `vector`, whether rows are aligned, which makes no difference to the
+// bits. A warp whose lanes have room for much more than the row has registers lying idle, and too few
+// rows on their way: hence a size for each of GPT-2's widths.
 template <bool kFused, class T>
-void layernorm_forward_any(const LayernormForward<T>& p, cudaStream_t stream) {
-    if (p.C <= 8 * kWarpSize) return launch_layernorm_forward<T, 8, true, kFused>(p, stream);
-    if (p.C <= 24 * kWarpSize) return launch_layernorm_forward<T, 24, true, kFused>(p, stream);
-    if (p.C <= 32 * kWarpSize) return launch_layernorm_forward<T, 32, true, kFused>(p, stream);
-    if (p.C <= 40 * kWarpSize) return launch_layernorm_forward<T, 40, true, kFused>(p, stream);
-    if (p.C <= 56 * kWarpSize) return launch_layernorm_forward<T, 56, true, kFused>(p, stream);
-    if (p.C <= 64 * kWarpSize) return launch_layernorm_forward<T, 64, true, kFused>(p, stream);
-    launch_layernorm_forward<T, kLayernormMaxColumns, false, kFused>(p, stream);
+void layernorm_forward_any(const LayernormForward<T>& p, bool vector, cudaStream_t stream) {
+    constexpr int kWide = kLayernormMaxColumns;
+    if (p.C > 64 * kWarpSize) {
+        return vector ? launch_layernorm_forward<T, kWide, false, kFused, true>(p, stream)
+                      : launch_layernorm_forward<T, kWide, false, kFused, false>(p, stream);
+    }
+    if (!vector) return launch_layernorm_forward<T, 64, true, kFused, false>(p, stream);
+    if (p.C <= 8 * kWarpSize) return layernorm_forward_by_warps<8, kFused>(p, stream);
+    if (p.C <= 24 * kWarpSize) return layernorm_forward_by_warps<24, kFused>(p, stream);
+    if (p.C <= 32 * kWarpSize) return layernorm_forward_by_warps<32, kFused>(p, stream);
+    if (p.C <= 40 * kWarpSize) return layernorm_forward_by_warps<40, kFused>(p, stream);
+    if (p.C <= 56 * kWarpSize) return layernorm_forward_by_warps<56, kFused>(p, stream);
+    layernorm_forward_by_warps<64, kFused>(p, stream);
 }
 
 // out (rows,C) = (inp - mean) * rstd * weight + bias; mean and rstd (rows) are of each row. Throws
@@ -615,7 +626,7 @@ LLMC_LAUNCHER void layernorm_forward(floatX* out, float* mean, float* rstd, cons
     const bool vector =
         C % Packed128<floatX>::kSize == 0 && all_aligned(16, out, inp, weight, bias);
     layernorm_forward_any<false, floatX>(
-        {nullptr, out, mean, rstd, inp, nullptr, weight, bias, rows, C, vector}, stream);
+        {nullptr, out, mean, rstd, inp, nullptr, weight, bias, rows, C}, vector, stream);
 }
 
 // residual (rows,C) = a + b, rounded to floatX, then layernorm_forward on that, with the same bits.
@@ -629,8 +640,8 @@ LLMC_LAUNCHER void fused_residual_layernorm_forward(floatX* residual, floatX* ou
                               bytes_of<floatX>(rows, C, 4) + bytes_of<float>(rows, 2));
     const bool vector =
         C % Packed128<floatX>::kSize == 0 && all_aligned(16, residual, out, a, b, weight, bias);
-    layernorm_forward_any<true, floatX>(
-        {residual, out, mean, rstd, a, b, weight, bias, rows, C, vector}, stream);
+    layernorm_forward_any<true, floatX>({residual, out, mean, rstd, a, b, weight, bias, rows, C},
+                                        vector, stream);
 }
 
 // Whether a thread's columns of a row stay in registers beside their sums.

@@ -69,52 +69,36 @@ __device__ inline RangePiece<Range> piece_of_block(const RangeList<Range>& list,
 }
 
 // A node reads its operands from memory and stores its sum there, also where the next one reads it: a
-// thread has the same elements in all nodes. While it waits for that sum the next node's other
-// operand is on its way.
+// thread has the same elements in all nodes.
 template <class G>
 __global__ void __launch_bounds__(kTreeThreads)
     tree_add_kernel(const __grid_constant__ RangeList<TreeRange<G>> list) {
     constexpr int kPiece = kTreePiece<G>, kWidth = Packed128<G>::kSize;
-    using Vectors = Packed128<G>[kTreeVectors];
     const auto [nodes, begin, end] = piece_of_block(list, kPiece);
     bool vector = begin + kPiece == end;
     for (int n = 0; n < list.nodes; ++n) {
         vector = vector && all_aligned(16, nodes[n].out, nodes[n].a, nodes[n].b);
     }
-    if (!vector) {
-        for (int n = 0; n < list.nodes; ++n) {
-            const TreeRange<G>& range = nodes[n];
+    for (int n = 0; n < list.nodes; ++n) {
+        const TreeRange<G>& range = nodes[n];
+        if (!vector) {
             for (size_t k = begin + threadIdx.x; k < end; k += kTreeThreads) {
                 range.out[k] = tree_node(range.a[k], range.b[k]);
             }
+            continue;
         }
-        return;
-    }
-    const size_t first = begin + threadIdx.x * kWidth;
-    const auto load = [&](Vectors& to, const G* from) {
-#pragma unroll
-        for (int j = 0; j < kTreeVectors; ++j)
-            to[j] = load128(from + first + j * kTreeThreads * kWidth);
-    };
-    Vectors early, late;  // operands; which is a and which b makes no difference to a sum
-    load(early, nodes[0].a);
-    const G* last = nodes[0].b;
-    for (int n = 0; n < list.nodes; ++n) {
-        const TreeRange<G>& range = nodes[n];
-        load(late, last);
-#pragma unroll
-        for (int j = 0; j < kTreeVectors; ++j) late[j] = tree_node(early[j], late[j]);
-        const bool goes_on = n + 1 < list.nodes;
-        const TreeRange<G>& next = nodes[goes_on ? n + 1 : n];
-        last = next.a == range.out ? next.a : next.b;
-        const G* other = next.a == range.out ? next.b : next.a;
-        const bool is_sum = other == range.out;  // where both are
-        if (goes_on && !is_sum) load(early, other);
+        Packed128<G> a[kTreeVectors], b[kTreeVectors];
 #pragma unroll
         for (int j = 0; j < kTreeVectors; ++j) {
-            store128(range.out + first + j * kTreeThreads * kWidth, late[j]);
+            const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
+            a[j] = load128(range.a + k);
+            b[j] = load128(range.b + k);
         }
-        if (goes_on && is_sum) load(early, other);
+#pragma unroll
+        for (int j = 0; j < kTreeVectors; ++j) {
+            const size_t k = begin + (j * kTreeThreads + threadIdx.x) * kWidth;
+            store128(range.out + k, tree_node(a[j], b[j]));
+        }
     }
 }
 

@@ -217,24 +217,6 @@ TEST(GpuTree, ANodeReadsWhatTheOneBeforeLeft) {
     }
 }
 
-// The operand that is fetched ahead of the last sum must not be that sum, and may be an older one.
-TEST(GpuTree, ANodeMayReadTheLastSumTwiceOrAnOlderOne) {
-    constexpr size_t kCount = 40000;
-    const auto a = normal_values<gradX>(kCount, 1), b = normal_values<gradX>(kCount, 2);
-    DeviceGuarded<gradX> device_a(a), device_b(b), x(kCount), y(kCount), z(kCount);
-    const Ranges row = {{x.get(), device_a.get(), device_b.get(), kCount},
-                        {y.get(), x.get(), x.get(), kCount},
-                        {z.get(), y.get(), x.get(), kCount},
-                        {x.get(), y.get(), device_b.get(), kCount},
-                        {x.get(), x.get(), z.get(), kCount}};
-    tree_add(row.data(), static_cast<int>(row.size()), 1, nullptr);
-    const auto first = twin_sum(a, b), twice = twin_sum(first, first);
-    const auto third = twin_sum(twice, first);
-    EXPECT_TRUE(same_bits(y.download(), twice));
-    EXPECT_TRUE(same_bits(z.download(), third));
-    EXPECT_TRUE(same_bits(x.download(), twin_sum(twin_sum(twice, b), third)));
-}
-
 TEST(GpuTree, OutMayBeEitherOperand) {
     const auto a = normal_values<gradX>(40000, 1), b = normal_values<gradX>(40000, 2);
     DeviceGuarded<gradX> plain_a(a), plain_b(b), into_a(a), into_b(b);
