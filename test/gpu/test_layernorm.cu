@@ -12,12 +12,12 @@ using namespace llmc::test;
 struct Shape {
     int rows, C;
 };
-// The CPU tests', d12's to d48's, the widest that each kernel takes and one more, more rows than
-// parts, and rows for three rounds of the blocks.
-const Shape kShapes[] = {{1, 2},     {3, 5},      {7, 36},    {4, 1600},   {1, 129},  {1100, 36},
-                         {33, 257},  {37, 768},   {5, 3072},  {3, 256},    {2, 264},  {9, 769},
-                         {2, 1024},  {5, 1032},   {3, 2048},  {3, 2056},   {2, 3073}, {3, 3080},
-                         {2, 12288}, {1, 12001},  {2200, 24}, {1101, 800}, {1, 776},  {5, 1024},
+// The CPU tests', d12's to d48's, the widest that each kernel takes and one more, and rows for several
+// rounds of the blocks.
+const Shape kShapes[] = {{1, 2},     {3, 5},      {7, 36},     {4, 1600},   {1, 129},  {1100, 36},
+                         {33, 257},  {37, 768},   {5, 3072},   {3, 256},    {2, 264},  {9, 769},
+                         {2, 1024},  {5, 1032},   {3, 2048},   {3, 2056},   {2, 3073}, {3, 3080},
+                         {2, 12288}, {1, 12001},  {13000, 24}, {1101, 800}, {1, 776},  {5, 1024},
                          {3, 1280},  {2135, 1600}};
 
 struct Inputs {
@@ -281,10 +281,12 @@ TEST(GpuLayernorm, BackwardGivesTheSameBitsAgainAndWhenNotAligned) {
 }
 
 // Aligned rows come to shared memory ahead of time, others do not; neither the number of rounds nor
-// what is missing in the last may show.
+// what is missing in the last may show. The widths have teams of 1 to 12 warps.
 TEST(GpuLayernorm, RowsFetchedAheadGiveTheBitsOfRowsThatAreNot) {
-    for (const int C : {776, 1024, 1280, 1600, 2048, 3072}) {
-        const int many = 5 * layernorm_backward_parts(1 << 20, C) + 3;
+    for (const int C : {256, 264, 768, 776, 1280, 1600, 2048, 3072}) {
+        const int round =
+            layernorm_backward_parts(1 << 20, C) * layernorm_backward_teams(C) * kLayernormRows;
+        const int many = 2 * round + 3;
         for (const int rows : {1, 3, 5, many}) {
             const Shape s{rows, C};
             const Inputs in(s);
