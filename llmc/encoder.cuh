@@ -28,7 +28,7 @@ namespace llmc {
 
 constexpr int kEncoderThreads = 256;
 constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
-constexpr int kEncoderForwardThreads = 128;
+constexpr int kEncoderForwardThreads = 128;  // small blocks, as LayerNorm has them forward
 constexpr int kEncoderForwardWarps = kEncoderForwardThreads / kWarpSize;
 // Places of a piece in the sorted order. A piece is a block: few positions would leave multiprocessors
 // without one.

@@ -360,7 +360,7 @@ __device__ inline void store_partial(float* partial, const ColumnSums<kGroups, k
 // all times, also while the team reduces, computes and stores. The next rows of dinp are read before the
 // present ones are written, which is safe: no element of dinp is touched by two threads or in two
 // rounds. A row too many counts as empty. The sum of dinp is of what is stored. The bounds hold the
-// threads to 128 registers.
+// threads to 128 registers. kTeam: the team, where the compiler is to know it, else 0.
 template <class T, int kTeam, int kRows, bool kAdd, bool kVector>
 __global__ void __launch_bounds__(kLayernormBlock)
     layernorm_backward_kernel(LayernormBackward<T> p, int any_team) {
@@ -701,7 +701,7 @@ void layernorm_backward_any(const LayernormBackward<T>& p, int parts, cudaStream
         return p.add_to_dinp ? launch_layernorm_backward<T, 0, true, false>(p, parts, stream)
                              : launch_layernorm_backward<T, 0, false, false>(p, parts, stream);
     }
-    switch (layernorm_team(p.C, kLayernormColumns)) {
+    switch (layernorm_team(p.C, kLayernormColumns)) {  // GPT-2's widths
         case 96:
             return layernorm_backward_aligned<T, 96>(p, parts, stream);
         case 128:
