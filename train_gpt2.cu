@@ -138,8 +138,9 @@ void gpt2_loss(GPT2* model, const MicroBatch& batch, int B, int T, double* loss)
 
 namespace {
 
-const ParamTensors<gradX>& gradients_of(const GPT2& model, const GradientTarget& target) {
-    return target.buffer == kGradients ? model.grads : model.spares[target.buffer];
+// kGradients, or a spare by its number.
+const ParamTensors<gradX>& gradient_buffer(const GPT2& model, int number) {
+    return number == kGradients ? model.grads : model.spares[number];
 }
 
 // Fault::fused_leaf: a slot goes on adding to what spare 0 held, in place of the node.
@@ -160,12 +161,12 @@ void add_tree_nodes(GPT2* model, const std::vector<TreeNode>& nodes, const Layer
             }
             continue;
         }
-        const ParamTensors<gradX>& left = model->spares[node.left];
-        const ParamTensors<gradX>& out =
-            node.out == kGradients ? model->grads : model->spares[node.out];
+        const ParamTensors<gradX>& out = gradient_buffer(*model, node.out);
+        const ParamTensors<gradX>& left = gradient_buffer(*model, node.left);
+        const ParamTensors<gradX>& right = gradient_buffer(*model, node.right);
         for (size_t i = 0; i < count; ++i) {
             const auto [id, layer] = tensors[i];
-            ranges.push_back({out.at(id, layer), left.at(id, layer), model->grads.at(id, layer),
+            ranges.push_back({out.at(id, layer), left.at(id, layer), right.at(id, layer),
                               model->layout.layer_elements(id)});
         }
         ++num_nodes;
@@ -215,7 +216,7 @@ void finish_group(GPT2* model, const GradientTarget& target, const TensorGroup& 
 void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
     const int C = model->config.channels;
     const ParamTensors<floatX>& w = model->params;
-    const ParamTensors<gradX>& g = gradients_of(*model, target);
+    const ParamTensors<gradX>& g = gradient_buffer(*model, target.buffer);
     const bool accumulate = target.accumulate;
     cudaStream_t stream = model->main_stream;
     const Activations a = at_layer(*model, l, rows);
@@ -252,7 +253,7 @@ void backward_mlp(GPT2* model, int l, int rows, const GradientTarget& target) {
 void backward_attention(GPT2* model, int l, int B, int T, const GradientTarget& target) {
     const int rows = B * T, C = model->config.channels;
     const ParamTensors<floatX>& w = model->params;
-    const ParamTensors<gradX>& g = gradients_of(*model, target);
+    const ParamTensors<gradX>& g = gradient_buffer(*model, target.buffer);
     const bool accumulate = target.accumulate;
     cudaStream_t stream = model->main_stream;
     const Activations a = at_layer(*model, l, rows);
@@ -287,7 +288,7 @@ void gpt2_backward_and_reduce(GPT2* model, const MicroBatch& batch, const Gradie
     const int B = model->batch, T = model->sequence, rows = B * T;
     const int C = model->config.channels, Vp = model->config.padded_vocab_size;
     if (target.from_spare) copy_gradients(model, model->grads, model->spares[0]);
-    const ParamTensors<gradX>& g = gradients_of(*model, target);
+    const ParamTensors<gradX>& g = gradient_buffer(*model, target.buffer);
     const ParamTensors<floatX>& w = model->params;
     Activations& a = model->acts;
     cudaStream_t stream = model->main_stream;

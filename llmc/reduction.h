@@ -71,13 +71,14 @@ inline ReductionPlan make_reduction_plan(int num_micro_batches, int num_processe
 // Buffers of the binary counter by number: kGradients is the one that the result ends up in.
 constexpr int kGradients = -1;
 
-// One node of the tree: buffer out = spare[left] + gradients.
+// One node of the tree: buffer out = buffer left + buffer right.
 struct TreeNode {
-    int left;  // spare that holds the sum of the earlier slots
-    int out;   // kGradients, or the spare that keeps the sum until its neighbour is done
+    int left;   // spare that holds the sum of the earlier slots
+    int right;  // kGradients, or what the node before it in its row left in `out`
+    int out;    // kGradients, or the spare that keeps the sum until its neighbour is done
 
     friend bool operator<(const TreeNode& a, const TreeNode& b) {
-        return std::tie(a.left, a.out) < std::tie(b.left, b.out);
+        return std::tie(a.left, a.right, a.out) < std::tie(b.left, b.right, b.out);
     }
 };
 
@@ -86,13 +87,16 @@ inline int slot_target(const ReductionPlan& plan, int slot) {
     return slot % 2 == 0 && plan.slots_per_rank() > 1 ? 0 : kGradients;
 }
 
-// Nodes to add up once local slot `slot` is complete, in order: as many as `slot` has trailing ones.
+// The row of nodes to add up once local slot `slot` is complete, in order: as many as `slot` has trailing
+// ones. All of a row leave their sums in the buffer that its last one must, so that each is overwritten in
+// the cache by the next, and only the last goes to memory.
 inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slot) {
+    int levels = 0;
+    while ((slot >> levels) & 1) ++levels;
+    const int out = slot == plan.slots_per_rank() - 1 ? kGradients : levels;
     std::vector<TreeNode> nodes;
-    const bool last = slot == plan.slots_per_rank() - 1;
-    for (int level = 0; (slot >> level) & 1; ++level) {
-        const bool ends_here = ((slot >> (level + 1)) & 1) == 0;
-        nodes.push_back({level, ends_here && !last ? level + 1 : kGradients});
+    for (int level = 0; level < levels; ++level) {
+        nodes.push_back({level, level == 0 ? kGradients : out, out});
     }
     return nodes;
 }

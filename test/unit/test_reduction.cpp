@@ -39,7 +39,7 @@ std::string sum_by_targets(const ReductionPlan& plan) {
         std::string& buffer = buffers[target.buffer];
         buffer = (target.accumulate ? buffer + "+" : "") + std::to_string(local);
         for (const TreeNode& node : target.nodes) {
-            std::string sum = "[" + buffers[node.left] + " " + buffers[kGradients] + "]";
+            std::string sum = "[" + buffers[node.left] + " " + buffers[node.right] + "]";
             buffers[node.out] = sum;
         }
     }
@@ -54,6 +54,18 @@ TEST(GradientTargets, AddUpSlotsInOrderAndThenTheTree) {
                 EXPECT_EQ(sum_by_targets(plan), expected_sum(plan, 0, plan.micro_per_rank()))
                     << "width " << width << ", " << per_slot << " a slot, " << processes;
             }
+        }
+    }
+}
+
+// A sum that the next node of the row overwrites need not go to memory: two of a row took as long as three.
+TEST(GradientTargets, ARowOfNodesAddsUpInOneBuffer) {
+    const ReductionPlan plan = plan_of(16, 1, 16);
+    for (int slot = 0; slot < 16; ++slot) {
+        const std::vector<TreeNode> nodes = nodes_after_slot(plan, slot);
+        for (size_t i = 0; i < nodes.size(); ++i) {
+            EXPECT_EQ(nodes[i].out, nodes.back().out) << slot;
+            EXPECT_EQ(nodes[i].right, i == 0 ? kGradients : nodes.back().out) << slot;
         }
     }
 }
@@ -84,13 +96,14 @@ TEST(GradientTargets, AreFewHoweverManyTheMicroBatches) {
 
 // Each field alone makes another key.
 TEST(GradientTargets, DifferByEveryField) {
-    std::vector<GradientTarget> targets(7);
+    std::vector<GradientTarget> targets(8);
     targets[1].buffer = 0;
     targets[2].accumulate = true;
     targets[3].step_complete = true;
     targets[4].from_spare = true;
-    targets[5].nodes = {{0, kGradients}};
-    targets[6].nodes = {{0, 1}};
+    targets[5].nodes = {{0, kGradients, kGradients}};
+    targets[6].nodes = {{0, kGradients, 1}};
+    targets[7].nodes = {{0, 1, 1}};
     EXPECT_EQ(std::set<GradientTarget>(targets.begin(), targets.end()).size(), targets.size());
 }
 
