@@ -26,8 +26,9 @@ __device__ inline void let_next_kernel_start() {
 #endif
 }
 
-// For the second kernel: every thread calls it, before anything else touches device memory. No block
-// may end without it: a kernel behind the second counts on the first being complete with it.
+// For the second kernel: every thread calls it, before it writes device memory or reads any that the first
+// writes. No block may end without it: a kernel behind the second counts on the first being complete with
+// it.
 __device__ inline void wait_for_first_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();

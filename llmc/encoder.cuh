@@ -19,6 +19,7 @@
 
 #include "llmc/cpu/shapes.h"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/dependent_launch.cuh"
 #include "llmc/nvtx_range.cuh"
 
 namespace llmc {
@@ -34,7 +35,7 @@ constexpr int kEncoderForwardWarps = kEncoderForwardThreads / kWarpSize;
 // without one.
 constexpr int kEncoderPiece = 32, kEncoderSmallPiece = 16;
 constexpr size_t kEncoderFewRows = 16384;
-constexpr int kEncoderBatch = 8;  // rows that a thread of the backward pass has in flight
+constexpr int kEncoderBatch = 4;  // rows that a thread of the backward pass has in flight
 
 // A warp for each position.
 template <class T>
@@ -88,9 +89,9 @@ struct EncoderBackward {
     const T* dout;
     const int* tokens;
     const int* order;
-    size_t rows;
-    int length;  // rows of a sequence
-    int C;
+    size_t rows;  // batch * length
+    int batch, length, C;
+    bool accumulate;  // in dwpe; dwte always is
     bool vector;
 };
 
@@ -100,14 +101,44 @@ __device__ inline int token_at(const EncoderBackward<T, G>& p, size_t place) {
     return place < p.rows ? p.tokens[p.order[place]] : -1;
 }
 
-// Blocks (piece, range of channels); a thread has one group of channels.
+template <class T, class G>
+__device__ inline G* gradient_row(const EncoderBackward<T, G>& p, int token) {
+    return p.dwte + static_cast<size_t>(token) * p.C;
+}
+
+// Loads kParts vectors from `from` on, and stores at `to` what they hold plus x, with one rounding.
+template <class G, int kParts>
+__device__ inline void load_row(Packed128<G> (&row)[kParts], const G* from, int count,
+                                bool vector) {
+    constexpr int kWidth = Packed128<G>::kSize;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+        row[i] = load_group(from + i * kWidth, count - i * kWidth, vector);
+    }
+}
+template <class G, int kParts, int kCount>
+__device__ inline void store_sum(G* to, const Packed128<G> (&row)[kParts], const float (&x)[kCount],
+                                 int count, bool vector) {
+    constexpr int kWidth = Packed128<G>::kSize;
+    static_assert(kParts * kWidth == kCount, "the vectors must hold as much as x");
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+        float sum[kWidth];
+        unpack(sum, row[i]);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sum[k] += x[i * kWidth + k];
+        store_group(to + i * kWidth, pack<G>(sum), count - i * kWidth, vector);
+    }
+}
+
+// Sums by token of one piece, for a thread's group of channels from `column` on. A run's row of dwte is
+// loaded along with its rows of dout: one after the other, they took most of the time.
 template <int kPiece, class T, class G>
-__global__ void __launch_bounds__(kEncoderThreads)
-    encoder_backward_pieces_kernel(EncoderBackward<T, G> p) {
+__device__ inline void add_up_piece(const EncoderBackward<T, G>& p, unsigned piece, int column) {
     constexpr int kWidth = Packed128<T>::kSize;
     // Of the piece's places, and the tokens of these, the one before and the one after.
     __shared__ int position_of[kPiece], token_of[kPiece + 2];
-    const size_t begin = size_t{blockIdx.x} * kPiece;
+    const size_t begin = size_t{piece} * kPiece;
     const int places = static_cast<int>(min(p.rows - begin, static_cast<size_t>(kPiece)));
     for (int i = threadIdx.x; i < places + 2; i += blockDim.x) {
         // Before place 0 the unsigned number wraps round, where there is no token either.
@@ -116,18 +147,22 @@ __global__ void __launch_bounds__(kEncoderThreads)
     }
     __syncthreads();
 
-    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     const int count = p.C - column;
     if (count <= 0) return;
     float sum[kWidth] = {};
     bool begins_here = token_of[0] != token_of[1];
     for (int first = 0; first < places; first += kEncoderBatch) {
         Packed128<T> batch[kEncoderBatch];
+        Packed128<G> old[kEncoderBatch][kWidth / Packed128<G>::kSize];  // of dwte, where runs end
 #pragma unroll
         for (int j = 0; j < kEncoderBatch; ++j) {
-            if (first + j >= places) continue;
-            const size_t row = position_of[first + j];
+            const int i = first + j;
+            if (i >= places) continue;
+            const size_t row = position_of[i];
             batch[j] = load_group(p.dout + row * p.C + column, count, p.vector);
+            if (token_of[i + 1] != token_of[i + 2]) {
+                load_row(old[j], gradient_row(p, token_of[i + 1]) + column, count, p.vector);
+            }
         }
 #pragma unroll
         for (int j = 0; j < kEncoderBatch; ++j) {
@@ -142,15 +177,14 @@ __global__ void __launch_bounds__(kEncoderThreads)
             if (!ends_here && i + 1 < places) continue;
             switch (run_sum(begins_here, ends_here)) {
                 case RunSum::whole:
-                    add_floats(p.dwte + static_cast<size_t>(token) * p.C + column, sum, count,
-                               p.vector);
+                    store_sum(gradient_row(p, token) + column, old[j], sum, count, p.vector);
                     break;
                 case RunSum::head:
-                    store_floats(p.partial + head_offset(blockIdx.x, p.C) + column, sum, count,
+                    store_floats(p.partial + head_offset(piece, p.C) + column, sum, count,
                                  p.vector);
                     break;
                 case RunSum::tail:
-                    store_floats(p.partial + tail_offset(blockIdx.x, p.C) + column, sum, count,
+                    store_floats(p.partial + tail_offset(piece, p.C) + column, sum, count,
                                  p.vector);
                     break;
             }
@@ -161,69 +195,20 @@ __global__ void __launch_bounds__(kEncoderThreads)
     }
 }
 
-// Channels that a thread of the merging kernel has; a block has 32 times as many.
-constexpr int kMergeWidth = 8;
-
-// Blocks (piece, range of channels): finishes the token whose run begins in the piece and goes on
-// after it. Warp w adds terms w, w + 8, ... of tail, head, head, ...; then the warps' sums are
-// added in order.
-template <int kPiece, class T, class G>
-__global__ void __launch_bounds__(kEncoderThreads)
-    encoder_backward_merge_kernel(EncoderBackward<T, G> p) {
-    __shared__ float sums[kEncoderWarps][kMergeWidth][kWarpSize];
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const size_t piece = blockIdx.x, begin = piece * kPiece, end = begin + kPiece;
-    const int token = token_at(p, end - 1), next = token_at(p, end);
-    const int before = token_at(p, begin - 1), first = token_at(p, begin);
-    if (token < 0 || token != next || (token == first && token == before)) return;
-
-    size_t terms = 1;  // the tail, and a head in each piece that starts with the token
-    for (unsigned votes = ~0u; votes == ~0u;) {
-        const size_t place = (piece + terms + lane) * kPiece;
-        votes = __ballot_sync(0xffffffffu, token_at(p, place) == token);
-        terms += __popc(votes);
-    }
-
-    const int column = (blockIdx.y * kWarpSize + lane) * kMergeWidth, count = p.C - column;
-    float sum[kMergeWidth] = {};
-#pragma unroll 4
-    for (size_t i = warp; i < terms; i += kEncoderWarps) {
-        const size_t offset = i == 0 ? tail_offset(piece, p.C) : head_offset(piece + i, p.C);
-        float x[kMergeWidth];
-        load_floats(x, p.partial + offset + column, count, p.vector);
-#pragma unroll
-        for (int k = 0; k < kMergeWidth; ++k) sum[k] += x[k];
-    }
-#pragma unroll
-    for (int k = 0; k < kMergeWidth; ++k) sums[warp][k][lane] = sum[k];
-    __syncthreads();
-    if (warp != 0 || count <= 0) return;
-    for (int w = 1; w < kEncoderWarps; ++w) {
-#pragma unroll
-        for (int k = 0; k < kMergeWidth; ++k) sum[k] += sums[w][k][lane];
-    }
-    add_floats(p.dwte + static_cast<size_t>(token) * p.C + column, sum, count, p.vector);
-}
-
-// A thread for each group of channels of each place in the sequence; the sum over the batch in its
-// order.
+// The sum of place `t` of all sequences, in their order, for a thread's group of channels.
 template <class T, class G>
-__global__ void __launch_bounds__(kEncoderThreads)
-    encoder_backward_positions_kernel(EncoderBackward<T, G> p, int batch, bool accumulate) {
+__device__ inline void add_up_place(const EncoderBackward<T, G>& p, int t, int column) {
     constexpr int kWidth = Packed128<T>::kSize;
-    const int groups = ceil_div(p.C, kWidth);
-    const size_t index = size_t{blockIdx.x} * kEncoderThreads + threadIdx.x;
-    const size_t t = index / groups;
-    if (t >= static_cast<size_t>(p.length)) return;
-    const int column = static_cast<int>(index % groups) * kWidth, count = p.C - column;
+    const int count = p.C - column;
+    if (count <= 0) return;
     float sum[kWidth] = {};
-    for (int first = 0; first < batch; first += kEncoderBatch) {
+    for (int first = 0; first < p.batch; first += kEncoderBatch) {
         Packed128<T> packed[kEncoderBatch];
 #pragma unroll
         for (int j = 0; j < kEncoderBatch; ++j) {
             const size_t row = static_cast<size_t>(first + j) * p.length + t;
-            packed[j] = load_group_streaming(p.dout + row * p.C + column,
-                                             first + j < batch ? count : 0, p.vector);
+            packed[j] =
+                load_group(p.dout + row * p.C + column, first + j < p.batch ? count : 0, p.vector);
         }
 #pragma unroll
         for (int j = 0; j < kEncoderBatch; ++j) {
@@ -233,11 +218,103 @@ __global__ void __launch_bounds__(kEncoderThreads)
             for (int k = 0; k < kWidth; ++k) sum[k] += x[k];
         }
     }
-    G* gradient = p.dwpe + t * p.C + column;
-    if (accumulate) {
+    G* gradient = p.dwpe + static_cast<size_t>(t) * p.C + column;
+    if (p.accumulate) {
         add_floats(gradient, sum, count, p.vector);
     } else {
         store_floats(gradient, sum, count, p.vector);
+    }
+}
+
+// Blocks (place or piece, range of channels); a thread has one group of channels. Places come first, which
+// are all alike.
+template <int kPiece, class T, class G>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_backward_kernel(EncoderBackward<T, G> p) {
+    let_next_kernel_start();
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * Packed128<T>::kSize;
+    const unsigned places = p.length;
+    if (blockIdx.x < places) {
+        add_up_place(p, blockIdx.x, column);
+    } else {
+        add_up_piece<kPiece>(p, blockIdx.x - places, column);
+    }
+}
+
+// Channels that a thread of the merging kernel has; a warp has 32 times as many.
+constexpr int kMergeWidth = 8;
+
+// Terms of the run that begins in `piece` and goes on after it, a tail and the heads of the pieces that start
+// with its token; 0 when there is none. For a whole warp.
+template <int kPiece, class T, class G>
+__device__ inline size_t terms_from(const EncoderBackward<T, G>& p, size_t piece) {
+    const size_t begin = piece * kPiece, end = begin + kPiece;
+    const int token = token_at(p, end - 1), next = token_at(p, end);
+    const int before = token_at(p, begin - 1), first = token_at(p, begin);
+    if (token < 0 || token != next || (token == first && token == before)) return 0;
+    size_t terms = 1;
+    for (unsigned votes = ~0u; votes == ~0u;) {
+        const size_t place = (piece + terms + threadIdx.x % kWarpSize) * kPiece;
+        votes = __ballot_sync(0xffffffffu, token_at(p, place) == token);
+        terms += __popc(votes);
+    }
+    return terms;
+}
+
+// sum = terms first, first + step, ... of the run that begins in `piece`.
+template <class T, class G>
+__device__ inline void add_up_terms(float (&sum)[kMergeWidth], const EncoderBackward<T, G>& p,
+                                    size_t piece, size_t terms, int first, int step, int column) {
+#pragma unroll
+    for (int k = 0; k < kMergeWidth; ++k) sum[k] = 0.0f;
+#pragma unroll 4
+    for (size_t i = first; i < terms; i += step) {
+        const size_t offset = i == 0 ? tail_offset(piece, p.C) : head_offset(piece + i, p.C);
+        float x[kMergeWidth];
+        load_floats(x, p.partial + offset + column, p.C - column, p.vector);
+#pragma unroll
+        for (int k = 0; k < kMergeWidth; ++k) sum[k] += x[k];
+    }
+}
+
+// Blocks (pieces, range of channels): finishes the tokens whose runs begin in the pieces, one for each warp,
+// and go on after them. A warp adds up to eight terms in order. Of more, warp w of the block adds terms w,
+// w + 8, ..., and then the warps' sums are added in order.
+template <int kPiece, class T, class G>
+__global__ void __launch_bounds__(kEncoderThreads)
+    encoder_backward_merge_kernel(EncoderBackward<T, G> p) {
+    __shared__ float sums[kEncoderWarps][kMergeWidth][kWarpSize];
+    __shared__ size_t terms_of[kEncoderWarps];
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const int column = (blockIdx.y * kWarpSize + lane) * kMergeWidth, count = p.C - column;
+    const size_t first_piece = size_t{blockIdx.x} * kEncoderWarps, own_piece = first_piece + warp;
+    const auto add_to_row = [&](size_t piece, const float(&sum)[kMergeWidth]) {
+        const int token = token_at(p, piece * kPiece + kPiece - 1);
+        add_floats(gradient_row(p, token) + column, sum, count, p.vector);
+    };
+    float sum[kMergeWidth];
+    const size_t own_terms = terms_from<kPiece>(p, own_piece);
+    wait_for_first_kernel();
+    if (own_terms > 0 && own_terms <= kEncoderWarps) {
+        add_up_terms(sum, p, own_piece, own_terms, 0, 1, column);
+        if (count > 0) add_to_row(own_piece, sum);
+    }
+    if (lane == 0) terms_of[warp] = own_terms;
+    __syncthreads();
+    for (int i = 0; i < kEncoderWarps; ++i) {
+        if (terms_of[i] <= kEncoderWarps) continue;
+        add_up_terms(sum, p, first_piece + i, terms_of[i], warp, kEncoderWarps, column);
+#pragma unroll
+        for (int k = 0; k < kMergeWidth; ++k) sums[warp][k][lane] = sum[k];
+        __syncthreads();
+        if (warp == 0 && count > 0) {
+            for (int w = 1; w < kEncoderWarps; ++w) {
+#pragma unroll
+                for (int k = 0; k < kMergeWidth; ++k) sum[k] += sums[w][k][lane];
+            }
+            add_to_row(first_piece + i, sum);
+        }
+        __syncthreads();
     }
 }
 
@@ -264,16 +341,18 @@ inline bool has_few_rows(size_t rows) {
     return rows <= kEncoderFewRows;
 }
 
-// dwte. `threads` of a block, `groups` of channels a row.
 template <int kPiece>
-void launch_encoder_backward_tokens(const EncoderBackward<floatX, gradX>& p, int threads,
-                                    int groups, cudaStream_t stream) {
+void launch_encoder_backward(const EncoderBackward<floatX, gradX>& p, cudaStream_t stream) {
+    const int groups = ceil_div(p.C, Packed128<floatX>::kSize);
+    const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
     const unsigned pieces = static_cast<unsigned>(ceil_div<size_t>(p.rows, kPiece));
-    const dim3 blocks(pieces, ceil_div(groups, threads));
-    encoder_backward_pieces_kernel<kPiece><<<blocks, threads, 0, stream>>>(p);
+    const dim3 blocks(p.length + pieces, ceil_div(groups, threads));
+    encoder_backward_kernel<kPiece><<<blocks, threads, 0, stream>>>(p);
     launch_check();
-    const dim3 merge_blocks(pieces, ceil_div(p.C, kMergeWidth * kWarpSize));
-    encoder_backward_merge_kernel<kPiece><<<merge_blocks, kEncoderThreads, 0, stream>>>(p);
+    const dim3 merge_blocks(ceil_div<unsigned>(pieces, kEncoderWarps),
+                            ceil_div(p.C, kMergeWidth * kWarpSize));
+    launch_second_kernel(encoder_backward_merge_kernel<kPiece, floatX, gradX>, merge_blocks,
+                         kEncoderThreads, stream, p);
     launch_check();
 }
 
@@ -293,7 +372,6 @@ LLMC_LAUNCHER void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout
                                     const int* order, void* scratch, int B, int seq, int C,
                                     bool accumulate, cudaStream_t stream) {
     cpu::require_positive("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}});
-    constexpr int kWidth = Packed128<floatX>::kSize;
     const size_t rows = static_cast<size_t>(B) * seq;
     // Without dwte: how many of its rows are touched, the tokens decide.
     const LauncherRange range("encoder_backward", {{"B", B}, {"T", seq}, {"C", C}},
@@ -302,21 +380,13 @@ LLMC_LAUNCHER void encoder_backward(gradX* dwte, gradX* dwpe, const floatX* dout
     const bool vector =
         C % 8 == 0 && all_aligned(16, dwte, dwpe, dout, static_cast<char*>(scratch));
     const EncoderBackward<floatX, gradX> p = {
-        dwte, dwpe, static_cast<float*>(scratch), dout, tokens, order, rows, seq, C, vector};
-
-    const int groups = ceil_div(C, kWidth);
-    const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
+        dwte,       dwpe,  static_cast<float*>(scratch), dout, tokens, order, rows, B, seq, C,
+        accumulate, vector};
     if (has_few_rows(rows)) {
-        launch_encoder_backward_tokens<kEncoderSmallPiece>(p, threads, groups, stream);
+        launch_encoder_backward<kEncoderSmallPiece>(p, stream);
     } else {
-        launch_encoder_backward_tokens<kEncoderPiece>(p, threads, groups, stream);
+        launch_encoder_backward<kEncoderPiece>(p, stream);
     }
-    const size_t position_threads = static_cast<size_t>(seq) * groups;
-    const unsigned position_blocks =
-        static_cast<unsigned>(ceil_div<size_t>(position_threads, kEncoderThreads));
-    encoder_backward_positions_kernel<<<position_blocks, kEncoderThreads, 0, stream>>>(p, B,
-                                                                                       accumulate);
-    launch_check();
 }
 
 }  // namespace llmc
