@@ -6,7 +6,8 @@
 // without full-rate double are bound by the conversions, once a step.)
 //
 // A chunk is cut into pieces of a fixed size, and a piece into the groups of 16 bytes from its
-// start: its sum does not depend on which block takes it, nor on where the chunk begins.
+// start: its sum does not depend on which block takes it, nor on where the chunk begins. Chunks of
+// biases and LayerNorms are short, and two thirds of all: one takes a warp, not a block.
 #pragma once
 
 #include <cmath>
@@ -31,20 +32,56 @@ constexpr int kNormBlocks = 8;   // a multiprocessor, in two waves
 constexpr int kNormVectors = 8;  // in flight in a thread
 template <class G>
 constexpr int kNormPiece = kNormThreads* kNormVectors* Packed128<G>::kSize;
+template <class G>
+constexpr size_t kNormShort =
+    kWarpSize* kNormVectors* Packed128<G>::kSize;  // the longest, of a warp
 constexpr int kDecideThreads = 256;
 // Losses and chunk sums that one block copies to shared memory; 45 KB, below what any GPU has.
 constexpr size_t kDecideStaged = 5760;
 
-// partial[chunk * stride + piece] = sum of squares of the piece.
+// The sum of squares of `count` elements from `grad` on, as far as they are this thread's: of the groups
+// `first` and every `step`-th after it, kNormVectors of them.
+template <class G>
+__device__ inline double squares_of_thread(const G* grad, int count, int first, int step,
+                                           bool vector) {
+    constexpr int kWidth = Packed128<G>::kSize, kSums = 4;
+    Packed128<G> packed[kNormVectors];
+#pragma unroll
+    for (int j = 0; j < kNormVectors; ++j) {
+        const int k = (j * step + first) * kWidth;
+        packed[j] = load_group_streaming(grad + k, count - k, vector);
+    }
+    double sum[kSums] = {};
+#pragma unroll
+    for (int j = 0; j < kNormVectors; ++j) {
+        float x[kWidth];
+        unpack(x, packed[j]);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+            const double wide = x[k];
+            sum[k % kSums] = __fma_rn(wide, wide, sum[k % kSums]);
+        }
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Elements of a chunk that count.
+template <class G>
+__device__ inline size_t chunk_count(const NormChunk<G>& chunk, size_t max_count) {
+    return min(chunk.count, max_count);
+}
+
+// partial[chunk * stride + piece] = sum of squares of the piece. Short chunks have none.
 template <class G>
 __global__ void __launch_bounds__(kNormThreads)
     sum_of_squares_kernel(double* partial, size_t stride, const NormChunk<G>* chunks,
                           int num_chunks, size_t max_count) {
     extern __shared__ uint32_t ends[];
     __shared__ double shared[2][kNormWarps];
-    constexpr int kPiece = kNormPiece<G>, kWidth = Packed128<G>::kSize, kSums = 4;
+    constexpr int kPiece = kNormPiece<G>;
     number_pieces(ends, num_chunks, [&](int i) {
-        return static_cast<uint32_t>(ceil_div<size_t>(min(chunks[i].count, max_count), kPiece));
+        const size_t count = chunk_count(chunks[i], max_count);
+        return count > kNormShort<G> ? static_cast<uint32_t>(ceil_div<size_t>(count, kPiece)) : 0u;
     });
     int turn = 0;
     for (uint32_t number = blockIdx.x; number < ends[num_chunks - 1];
@@ -52,49 +89,40 @@ __global__ void __launch_bounds__(kNormThreads)
         const int i = run_of_piece(ends, num_chunks, number);
         const uint32_t piece = number - (i > 0 ? ends[i - 1] : 0);
         const size_t begin = static_cast<size_t>(piece) * kPiece;
-        const size_t left = min(chunks[i].count, max_count) - begin;
+        const size_t left = chunk_count(chunks[i], max_count) - begin;
         const int count = static_cast<int>(min(left, static_cast<size_t>(kPiece)));
         const G* grad = chunks[i].grad + begin;
         const bool vector = count == kPiece && all_aligned(16, grad);
-
-        Packed128<G> packed[kNormVectors];
-#pragma unroll
-        for (int j = 0; j < kNormVectors; ++j) {
-            const int k = (j * kNormThreads + threadIdx.x) * kWidth;
-            packed[j] = load_group_streaming(grad + k, count - k, vector);
-        }
-        double sum[kSums] = {};
-#pragma unroll
-        for (int j = 0; j < kNormVectors; ++j) {
-            float x[kWidth];
-            unpack(x, packed[j]);
-#pragma unroll
-            for (int k = 0; k < kWidth; ++k) {
-                const double wide = x[k];
-                sum[k % kSums] = __fma_rn(wide, wide, sum[k % kSums]);
-            }
-        }
-        double total[1] = {(sum[0] + sum[1]) + (sum[2] + sum[3])};
+        double total[1] = {squares_of_thread(grad, count, threadIdx.x, kNormThreads, vector)};
         block_sum(total, shared[turn]);
         if (threadIdx.x == 0) partial[i * stride + piece] = total[0];
     }
 }
 
-// A warp for each chunk: lane l adds pieces l, l + 32, ..., then the lanes are added.
+// A warp for each chunk: lane l adds pieces l, l + 32, ..., of a short chunk its groups, then the lanes are
+// added.
 template <class G>
 __global__ void __launch_bounds__(kNormThreads)
     add_pieces_kernel(double* sums, const double* partial, size_t stride,
                       const NormChunk<G>* chunks, int num_chunks, size_t max_count) {
     const int i = blockIdx.x * kNormWarps + threadIdx.x / kWarpSize;
     if (i >= num_chunks) return;
-    const size_t pieces = ceil_div<size_t>(min(chunks[i].count, max_count), kNormPiece<G>);
+    const int lane = threadIdx.x % kWarpSize;
+    const size_t count = chunk_count(chunks[i], max_count);
     double sum = 0.0;
+    if (count <= kNormShort<G>) {
+        const G* grad = chunks[i].grad;
+        const bool vector = count % Packed128<G>::kSize == 0 && all_aligned(16, grad);
+        sum = squares_of_thread(grad, static_cast<int>(count), lane, kWarpSize, vector);
+    } else {
+        const size_t pieces = ceil_div<size_t>(count, kNormPiece<G>);
 #pragma unroll 4
-    for (size_t piece = threadIdx.x % kWarpSize; piece < pieces; piece += kWarpSize) {
-        sum += partial[i * stride + piece];
+        for (size_t piece = lane; piece < pieces; piece += kWarpSize) {
+            sum += partial[i * stride + piece];
+        }
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % kWarpSize == 0) sums[i] = sum;
+    if (lane == 0) sums[i] = sum;
 }
 
 // One block copies everything to shared memory; one thread then adds in index order and decides,

@@ -27,9 +27,11 @@ std::vector<double> launch_norm(const Chunks& chunks, size_t max_count) {
     return sums.download();
 }
 
-// The CPU tests' counts, pieces of 16384 and 8192 elements and their neighbours, d12's shards.
-const std::vector<size_t> kCounts = {0,    1,     15,    16,    17,    96,    1000,  8191,  8192,
-                                     8193, 16383, 16384, 16385, 32768, 32769, 73728, 98304, 100003};
+// The CPU tests' counts, the longest short chunks, pieces of 16384 and 8192 elements and their neighbours,
+// d12's shards.
+const std::vector<size_t> kCounts = {0,     1,     15,    16,    17,    96,    1000,  1023,
+                                     1024,  1025,  2047,  2048,  2049,  8191,  8192,  8193,
+                                     16383, 16384, 16385, 32768, 32769, 73728, 98304, 100003};
 
 TEST(GpuGlobalNorm, MatchesTwin) {
     const std::vector<gradX> data = normal_values<gradX>(400000, 1, 1e-3);
@@ -73,17 +75,26 @@ TEST(GpuGlobalNorm, AChunksBitsDependOnItsSizeAlone) {
     EXPECT_EQ(bits_of(launch_norm({other, chunk, other}, data.size())[1]), bits_of(alone));
     EXPECT_EQ(bits_of(launch_norm({other, chunk}, 5 * data.size())[1]), bits_of(alone));
     EXPECT_EQ(bits_of(launch_norm({{moved.get(), data.size()}}, data.size())[0]), bits_of(alone));
+
+    for (const size_t count : {size_t{96}, size_t{97}, kNormShort<gradX>, kNormShort<gradX> + 1}) {
+        const std::vector<double> sums =
+            launch_norm({{device.get(), count}, chunk, {moved.get(), count}}, data.size());
+        EXPECT_EQ(bits_of(sums[2]), bits_of(sums[0])) << count;
+        EXPECT_EQ(bits_of(launch_norm({chunk}, count)[0]), bits_of(sums[0])) << count;
+    }
 }
 
 TEST(GpuGlobalNorm, MoreChunksThanOneLaunchTakes) {
-    const size_t n = kMaxRuns + 100, each = 21;
-    const std::vector<gradX> data = normal_values<gradX>(n * each, 4);
+    const size_t n = kMaxRuns + 100, apart = 21, longest = kNormShort<gradX> + 21;
+    const std::vector<gradX> data = normal_values<gradX>(n * apart + longest, 4);
     const DeviceGuarded<gradX> device(data);
-    Chunks chunks;
-    for (size_t i = 0; i < n; ++i) chunks.push_back({device.get() + i * each, each});
-    const std::vector<double> sums = launch_norm(chunks, each);
+    Chunks chunks;  // that overlap, short ones and others
     for (size_t i = 0; i < n; ++i) {
-        const double expected = cpu::sum_of_squares(data.data() + i * each, each);
+        chunks.push_back({device.get() + i * apart, i % 3 == 0 ? longest : apart});
+    }
+    const std::vector<double> sums = launch_norm(chunks, longest);
+    for (size_t i = 0; i < n; ++i) {
+        const double expected = cpu::sum_of_squares(data.data() + i * apart, chunks[i].count);
         ASSERT_NEAR(sums[i], expected, 1e-14 * expected) << i;
     }
 }
