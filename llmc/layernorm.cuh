@@ -230,6 +230,17 @@ __device__ inline void group_dinp(float (&x)[kWidth], const float (&d)[kWidth],
     }
 }
 
+// Stores `count` of x, rounded, and adds to `sum` what is stored.
+template <class T, int kWidth>
+__device__ inline void store_dinp(T* dinp, float (&sum)[kWidth], float (&x)[kWidth], int count,
+                                  bool vector) {
+    const Packed128<T> rounded = pack<T>(x);
+    store_group(dinp, rounded, count, vector);
+    unpack(x, rounded);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum[k] = __fadd_rn(sum[k], x[k]);
+}
+
 // A thread's sums over rows for its columns.
 template <int kGroups, int kWidth>
 struct ColumnSums {
@@ -446,14 +457,8 @@ __global__ void __launch_bounds__(kLayernormBlock)
 #pragma unroll
                     for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
                 }
-                const Packed128<T> rounded = pack<T>(x);
-                const int count = row + r < rows ? p.C - column : 0;
-                store_group(p.dinp + size_t{row + r} * p.C + column, rounded, count, kVector);
-                unpack(x, rounded);
-#pragma unroll
-                for (int k = 0; k < kWidth; ++k) {
-                    column_sums.dinp[g][k] = __fadd_rn(column_sums.dinp[g][k], x[k]);
-                }
+                store_dinp(p.dinp + size_t{row + r} * p.C + column, column_sums.dinp[g], x,
+                           row + r < rows ? p.C - column : 0, kVector);
             }
             unpack_again(weight[g]);
         }
@@ -477,39 +482,34 @@ __global__ void __launch_bounds__(kLayernormMaxBlock)
     for (unsigned row = blockIdx.x; row < static_cast<unsigned>(p.rows);
          row += gridDim.x, turn ^= 1) {
         const float mean = p.mean[row], rstd = p.rstd[row];
-        float sums[2] = {};
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        const auto load = [&](float(&x)[kWidth], float(&d)[kWidth], float(&w)[kWidth], int g) {
             const int column = (g * team + thread) * kWidth, count = p.C - column;
             const size_t first = size_t{row} * p.C + column;
-            float x[kWidth], d[kWidth], w[kWidth];
             unpack(w, load_group(p.weight + column, count, p.vector));
             unpack(x, load_group(p.inp + first, count, p.vector));
             unpack(d, load_group(p.dout + first, count, p.vector));
+        };
+        float sums[2] = {};
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            float x[kWidth], d[kWidth], w[kWidth];
+            load(x, d, w, g);
             add_group(column_sums.dweight[g], column_sums.dbias[g], sums, x, d, w, mean, rstd);
         }
         block_sum(sums, shared[turn]);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             const int column = (g * team + thread) * kWidth, count = p.C - column;
-            const size_t first = size_t{row} * p.C + column;
+            T* dinp = p.dinp + size_t{row} * p.C + column;
             float x[kWidth], d[kWidth], w[kWidth];
-            unpack(w, load_group(p.weight + column, count, p.vector));
-            unpack(x, load_group(p.inp + first, count, p.vector));
-            unpack(d, load_group(p.dout + first, count, p.vector));
+            load(x, d, w, g);
             group_dinp(x, d, w, sums, p.per_channel, mean, rstd);
             if (p.add_to_dinp) {
-                unpack(d, load_group(p.dinp + first, count, p.vector));
+                unpack(d, load_group(dinp, count, p.vector));
 #pragma unroll
                 for (int k = 0; k < kWidth; ++k) x[k] = __fadd_rn(x[k], d[k]);
             }
-            const Packed128<T> rounded = pack<T>(x);
-            store_group(p.dinp + first, rounded, count, p.vector);
-            unpack(x, rounded);
-#pragma unroll
-            for (int k = 0; k < kWidth; ++k) {
-                column_sums.dinp[g][k] = __fadd_rn(column_sums.dinp[g][k], x[k]);
-            }
+            store_dinp(dinp, column_sums.dinp[g], x, count, p.vector);
         }
     }
     let_next_kernel_start();
