@@ -424,8 +424,7 @@ std::optional<double> validate(Run& run) {
     const int each = (count + n - 1) / n;  // the last ranks may have one less
     std::vector<double> own(each);
     multi_gpu_drain(&run.multi_gpu, model->main_stream);
-    cuda_check(
-        cudaMemcpy(own.data(), run.val_losses, each * sizeof(double), cudaMemcpyDeviceToHost));
+    copy_to_host(own.data(), run.val_losses, own.size(), model->main_stream);
     const std::vector<double> losses =
         multi_gpu_all_gather_host(run.multi_gpu, own.data(), own.size(), "validation losses");
     if (any_stop_requested(run)) return std::nullopt;
@@ -448,8 +447,7 @@ std::optional<int> evaluate_hellaswag(Run& run) {
         gpt2_forward(model, batch.inputs, B, T);
         gpt2_token_losses(model, batch, B, T);
         multi_gpu_drain(&run.multi_gpu, model->main_stream);
-        cuda_check(cudaMemcpy(losses.data(), model->acts.losses, losses.size() * sizeof(float),
-                              cudaMemcpyDeviceToHost));
+        copy_to_host(losses.data(), model->acts.losses, losses.size(), model->main_stream);
         correct += run.hellaswag->count_correct(i, losses.data());
     }
     // Exact: there are fewer examples than 2^24.
@@ -476,8 +474,7 @@ std::vector<int> generate(Run& run, int step) {
         gpt2_forward(model, batch.inputs, 1, padded);
         gpt2_logits(model, used - 1, 1);
         multi_gpu_drain(&run.multi_gpu, model->main_stream);
-        cuda_check(cudaMemcpy(row.data(), model->acts.logits, row.size() * sizeof(floatX),
-                              cudaMemcpyDeviceToHost));
+        copy_to_host(row.data(), model->acts.logits, row.size(), model->main_stream);
         for (size_t v = 0; v < row.size(); ++v) logits[v] = to_float(row[v]);
         tokens.push_back(sample_token(logits.data(), V, run.options.seed,
                                       static_cast<uint32_t>(step), static_cast<uint64_t>(i)));
@@ -645,7 +642,8 @@ unsigned long long bits_of(double value) {
 // Throws Error on every rank when the weights are not the same bits on all.
 void check_ranks(Run& run, int step) {
     multi_gpu_drain(&run.multi_gpu, run.model.main_stream);
-    const uint64_t own = hash_of_tensors(run.model.params, run.multi_gpu, run.model.layout);
+    const uint64_t own =
+        hash_of_tensors(run.model.params, run.multi_gpu, run.model.layout, run.model.main_stream);
     const std::string difference = difference_of_weights(run.multi_gpu, own);
     if (!difference.empty()) {
         throw AgreedError(format("--check-ranks: after step %d ", step) + difference);
@@ -664,12 +662,13 @@ void print_hashes(Run& run) {
     multi_gpu_drain(&run.multi_gpu, model.main_stream);
     const auto hash = [&](const auto& tensors) -> unsigned long long {
         if (tensors.base == nullptr) return 0;
-        const uint64_t own = hash_of_tensors(tensors, run.multi_gpu, model.layout);
+        const uint64_t own =
+            hash_of_tensors(tensors, run.multi_gpu, model.layout, model.main_stream);
         const bool whole = tensors.layout == &model.layout || run.multi_gpu.zero_stage == 0;
         return whole ? own : hash_of_all_shards(own, run.multi_gpu);
     };
     StepState state;
-    cuda_check(cudaMemcpy(&state, model.step_state, sizeof(state), cudaMemcpyDeviceToHost));
+    copy_to_host(&state, model.step_state, 1, model.main_stream);
     print0(run, "hash %016llx\n", hash(model.params));
     print0(run, "bits loss %016llx norm %016llx m %016llx v %016llx master %016llx\n",
            bits_of(state.loss), bits_of(state.norm), hash(model.m), hash(model.v),

@@ -19,6 +19,8 @@ CPP = {".h", ".cpp", ".cu", ".cuh"}
 TEXT = CPP | {".py", ".sh", ".mk", ".awk", ".md", ".txt", ".sbatch"}
 TEXT_NAMES = {"Makefile", "run", "grade"}
 ASSERT = re.compile(r"\bassert\s*\(")
+# These use the default stream; llmc/cuda_common.h says why a run has no use for it.
+DEFAULT_STREAM = re.compile(r"\bcuda(Memcpy|Memset)\(")
 # Spelt so that this file does not contain what it forbids.
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 
@@ -29,6 +31,11 @@ def project_files() -> list[Path]:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     paths = {Path(name) for name in output.split("\0") if name}
     return sorted(p for p in paths if p.is_file() and (p.suffix in TEXT or p.name in TEXT_NAMES))
+
+
+def is_trainer(path: Path) -> bool:
+    """Whether the CUDA trainer is built from it."""
+    return path.name == "train_gpt2.cu" or (path.parts[0] == "llmc" and path.parts[1] != "cpu")
 
 
 def check_text(path: Path) -> list[str]:
@@ -43,6 +50,9 @@ def check_text(path: Path) -> list[str]:
             found.append(f"{where}: unfinished work belongs into an issue: {line.strip()}")
         if path.suffix in CPP and ASSERT.search(line.split("//")[0]):
             found.append(f"{where}: throw llmc::Error with a message instead of assert")
+        if is_trainer(path) and DEFAULT_STREAM.search(line.split("//")[0]):
+            found.append(f"{where}: copy_to_device, copy_to_host or cudaMemsetAsync on a stream of "
+                         "one's own")
         if line != line.rstrip():
             found.append(f"{where}: white space at the end of the line")
         if path.suffix in {".py", ".sh"} and len(line) > 100:

@@ -136,7 +136,8 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
     header.step = step;
     header.num_files = multi_gpu.num_processes;
     header.file_index = multi_gpu.process_rank;
-    header.weights_hash = hash_of_tensors(model->params, MultiGpuConfig{}, model->layout);
+    header.weights_hash =
+        hash_of_tensors(model->params, MultiGpuConfig{}, model->layout, model->main_stream);
     const std::string difference = difference_of_weights(multi_gpu, header.weights_hash);
     if (!difference.empty()) {
         throw AgreedError(format(
@@ -155,24 +156,23 @@ inline void gpt2_save_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu, S
         const size_t offset = multi_gpu.zero_stage >= 1 ? 0 : part.begin;
         multi_gpu_end_with_others(multi_gpu);
         host.resize(part.count());
-        cuda_check(cudaMemcpy(host.data(), tensors.at(id, layer) + offset,
-                              host.size() * sizeof(float), cudaMemcpyDeviceToHost));
+        copy_to_host(host.data(), tensors.at(id, layer) + offset, host.size(), model->main_stream);
         return host.data();
     };
     const auto write_files = [&] {
         StepState state;
-        cuda_check(cudaMemcpy(&state, model->step_state, sizeof(state), cudaMemcpyDeviceToHost));
+        copy_to_host(&state, model->step_state, 1, model->main_stream);
         write_state_file(state_path(folder, step, header.file_index), header, state, part_of_array);
         if (multi_gpu.process_rank != 0) return;
         std::vector<floatX> weights;
-        write_model_file<floatX>(
-            model_path(folder, step), model->config, [&](Param id, size_t layer) {
-                multi_gpu_end_with_others(multi_gpu);
-                weights.resize(model->layout.layer_elements(id));
-                cuda_check(cudaMemcpy(weights.data(), model->params.at(id, layer),
-                                      weights.size() * sizeof(floatX), cudaMemcpyDeviceToHost));
-                return weights.data();
-            });
+        write_model_file<floatX>(model_path(folder, step), model->config,
+                                 [&](Param id, size_t layer) {
+                                     multi_gpu_end_with_others(multi_gpu);
+                                     weights.resize(model->layout.layer_elements(id));
+                                     copy_to_host(weights.data(), model->params.at(id, layer),
+                                                  weights.size(), model->main_stream);
+                                     return weights.data();
+                                 });
     };
     // The checkpoint counts once every rank has written its part.
     multi_gpu_together(multi_gpu, write_files);
@@ -190,7 +190,8 @@ inline void gpt2_load_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu,
     }
     const std::string weights = model_path(folder, static_cast<int>(header.step));
     gpt2_load_weights(model, weights, multi_gpu);
-    if (hash_of_tensors(model->params, MultiGpuConfig{}, model->layout) != header.weights_hash) {
+    if (hash_of_tensors(model->params, MultiGpuConfig{}, model->layout, model->main_stream) !=
+        header.weights_hash) {
         throw Error(format(
             "%s: damaged, or not the model of %s; remove DONE_%08lld to resume from an "
             "earlier checkpoint",
@@ -204,15 +205,15 @@ inline void gpt2_load_checkpoint(GPT2* model, const MultiGpuConfig& multi_gpu,
             host.resize(shard.size);
             checkpoint.read(which, info.id, layer, {shard.offset, shard.offset + shard.size},
                             host.data());
-            cuda_check(cudaMemcpy(tensors.at(info.id, layer), host.data(),
-                                  host.size() * sizeof(float), cudaMemcpyHostToDevice));
+            copy_to_device(tensors.at(info.id, layer), host.data(), host.size(),
+                           model->main_stream);
         });
     };
     load_array(StateArray::m, model->m);
     load_array(StateArray::v, model->v);
     if (model->use_master && header.has_master) load_array(StateArray::master, model->master);
     const StepState& state = checkpoint.step_state();
-    cuda_check(cudaMemcpy(model->step_state, &state, sizeof(state), cudaMemcpyHostToDevice));
+    copy_to_device(model->step_state, &state, 1, model->main_stream);
 }
 
 }  // namespace llmc

@@ -151,15 +151,6 @@ inline size_t scratch_bytes(const GPT2& model) {
                      global_norm_chunks_scratch_bytes(model.num_chunks, model.max_chunk)});
 }
 
-// There for every stream when it returns.
-template <class T>
-void upload(T* device, const std::vector<T>& host) {
-    if (host.empty()) return;
-    cuda_check(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    // cudaMemcpy may return while the default stream still copies, and the others don't wait for it.
-    cuda_check(cudaStreamSynchronize(nullptr));
-}
-
 // Chunks in (tensor, layer, k) order. Those of other ranks' shards are empty here: their sums are 0, and
 // come from their owners.
 inline void upload_norm_chunks(GPT2* model, const MultiGpuConfig& multi_gpu) {
@@ -182,7 +173,7 @@ inline void upload_norm_chunks(GPT2* model, const MultiGpuConfig& multi_gpu) {
             for (size_t k = 0; k < pieces; ++k) add(info, layer, k);
         });
     }
-    upload(model->norm_chunks, chunks);
+    copy_to_device(model->norm_chunks, chunks.data(), chunks.size(), model->main_stream);
 }
 
 // In update_order().
@@ -199,7 +190,7 @@ inline void upload_adamw_segments(GPT2* model, const MultiGpuConfig& multi_gpu) 
                             model->layout.model_offset(t.id, t.layer) + shard.offset,
                             info.weight_decay ? model->weight_decay : 0.0f});
     }
-    upload(model->adamw_segments, segments);
+    copy_to_device(model->adamw_segments, segments.data(), segments.size(), model->main_stream);
 }
 
 }  // namespace detail
@@ -282,11 +273,16 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
 }
 
 // Memory, streams, and what is the same for every run. Like everything here that fills memory, this
-// uses the default stream: cudaDeviceSynchronize before others read.
+// uses main_stream: cudaDeviceSynchronize before others read.
 inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     // LLMC_POISON fills memory with NaN first, so that a test can show that nothing is read unwritten.
     const bool poison = std::getenv("LLMC_POISON") != nullptr;
     model->memory.allocate(poison ? 0xff : -1);
+    cuda_check(cudaStreamCreateWithFlags(&model->main_stream, cudaStreamNonBlocking));
+    cuda_check(cudaStreamCreateWithFlags(&model->copy_stream, cudaStreamNonBlocking));
+    const auto zero = [&](auto* from, size_t count) {
+        cuda_check(cudaMemsetAsync(from, 0, count * sizeof(*from), model->main_stream));
+    };
     Activations& acts = model->acts;
     const size_t in_logits = detail::attention_scratch_in_logits(*model);
     acts.attention_scratch =
@@ -299,25 +295,21 @@ inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     for (ParamTensors<gradX>& spare : model->spares) spare.layout = &model->layout;
 
     // No kernel writes the rows of wpe past T, so their gradient must be +0 from the start.
-    const size_t gradient_bytes = model->layout.buffer_elements() * sizeof(gradX);
-    cuda_check(cudaMemset(model->grads.base, 0, gradient_bytes));
-    for (ParamTensors<gradX>& spare : model->spares) {
-        cuda_check(cudaMemset(spare.base, 0, gradient_bytes));
-    }
-    const size_t state_bytes = model->state_layout.buffer_elements() * sizeof(float);
-    cuda_check(cudaMemset(model->m.base, 0, state_bytes));
-    cuda_check(cudaMemset(model->v.base, 0, state_bytes));
+    const size_t whole = model->layout.buffer_elements();
+    zero(model->grads.base, whole);
+    for (ParamTensors<gradX>& spare : model->spares) zero(spare.base, whole);
+    const size_t state = model->state_layout.buffer_elements();
+    zero(model->m.base, state);
+    zero(model->v.base, state);
 
     detail::upload_norm_chunks(model, multi_gpu);
     if (multi_gpu.num_processes == 1) model->step_sums = model->own_sums;
     // The places of other ranks stay 0.
-    cuda_check(cudaMemset(model->own_sums, 0, model->num_sums * sizeof(double)));
+    zero(model->own_sums, model->num_sums);
     detail::upload_adamw_segments(model, multi_gpu);
     const StepState start = initial_step_state();
-    cuda_check(cudaMemcpy(model->step_state, &start, sizeof(start), cudaMemcpyHostToDevice));
+    copy_to_device(model->step_state, &start, 1, model->main_stream);
 
-    cuda_check(cudaStreamCreateWithFlags(&model->main_stream, cudaStreamNonBlocking));
-    cuda_check(cudaStreamCreateWithFlags(&model->copy_stream, cudaStreamNonBlocking));
     cuda_check(cudaEventCreateWithFlags(&model->decided, cudaEventDisableTiming));
     cuda_check(cudaMallocHost(&model->host_state, sizeof(StepState)));
 #ifdef MULTI_GPU
@@ -392,12 +384,11 @@ void gpt2_set_weights(GPT2* model, const MultiGpuConfig& multi_gpu, Values&& val
         cpu::parallel_for(count, 1 << 16, [&](size_t begin, size_t end) {
             for (size_t i = begin; i < end; ++i) narrow[i] = from_float<floatX>(wide[i]);
         });
-        cuda_check(cudaMemcpy(model->params.at(info.id, layer), narrow.data(),
-                              count * sizeof(floatX), cudaMemcpyHostToDevice));
+        copy_to_device(model->params.at(info.id, layer), narrow.data(), count, model->main_stream);
         if (!model->use_master) return;
         const ShardInfo shard = multi_gpu_get_shard_offset(count, &multi_gpu, 1);
-        cuda_check(cudaMemcpy(model->master.at(info.id, layer), wide.data() + shard.offset,
-                              shard.size * sizeof(float), cudaMemcpyHostToDevice));
+        copy_to_device(model->master.at(info.id, layer), wide.data() + shard.offset, shard.size,
+                       model->main_stream);
     });
 }
 
@@ -440,16 +431,15 @@ inline void gpt2_load_weights(GPT2* model, const std::string& path,
     });
 }
 
-// Calls use(info, layer, host_data) with every layer of `tensors` copied to the host. Waits for the
-// streams first.
+// Calls use(info, layer, host_data) with every layer of `tensors` copied to the host, on `stream`. Waits for
+// all streams first.
 template <class T, class Use>
-void for_each_host_layer(const ParamTensors<T>& tensors, Use&& use) {
+void for_each_host_layer(const ParamTensors<T>& tensors, cudaStream_t stream, Use&& use) {
     cuda_check(cudaDeviceSynchronize());
     std::vector<T> host;
     tensors.layout->for_each_layer([&](const ParamInfo& info, size_t layer) {
         host.resize(tensors.layout->part_elements(info.id));
-        cuda_check(cudaMemcpy(host.data(), tensors.at(info.id, layer), host.size() * sizeof(T),
-                              cudaMemcpyDeviceToHost));
+        copy_to_host(host.data(), tensors.at(info.id, layer), host.size(), stream);
         use(info, layer, host.data());
     });
 }
@@ -457,9 +447,9 @@ void for_each_host_layer(const ParamTensors<T>& tensors, Use&& use) {
 // Hash of one array of parameters; the hashes of the shards of N ranks add up to the whole's.
 template <class T>
 uint64_t hash_of_tensors(const ParamTensors<T>& tensors, const MultiGpuConfig& multi_gpu,
-                         const ParamLayout& layout) {
+                         const ParamLayout& layout, cudaStream_t stream) {
     uint64_t hash = 0;
-    for_each_host_layer(tensors, [&](const ParamInfo& info, size_t layer, const T* data) {
+    for_each_host_layer(tensors, stream, [&](const ParamInfo& info, size_t layer, const T* data) {
         const size_t part = tensors.layout->part_elements(info.id);
         const size_t offset =
             part < layout.layer_elements(info.id) ? multi_gpu.process_rank * part : 0;

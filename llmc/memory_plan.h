@@ -50,12 +50,16 @@ class MemoryPlan {
         for (Entry& entry : entries_) {
             if (entry.assign == nullptr) continue;
             DeviceBuffer<unsigned char> buffer(entry.bytes);
-            if (fill >= 0 && entry.bytes > 0) {
-                cuda_check(cudaMemset(buffer.get(), fill, entry.bytes));
-            }
             entry.assign(buffer.get());
             buffers_.push_back(std::move(buffer));
         }
+        if (fill < 0) return;
+        const Stream stream;
+        for (const DeviceBuffer<unsigned char>& buffer : buffers_) {
+            if (buffer.count() == 0) continue;
+            cuda_check(cudaMemsetAsync(buffer.get(), fill, buffer.bytes(), stream.get()));
+        }
+        cuda_check(cudaStreamSynchronize(stream.get()));
     }
 
   private:

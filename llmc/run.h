@@ -618,7 +618,8 @@ inline void set_weights(Run& run) {
 // Throws Error on every rank when one has read other weights than rank 0: its file is another.
 inline void compare_weights(const Run& run) {
     if (run.multi_gpu.num_processes == 1) return;
-    const uint64_t own = hash_of_tensors(run.model.params, MultiGpuConfig{}, run.model.layout);
+    const uint64_t own = hash_of_tensors(run.model.params, MultiGpuConfig{}, run.model.layout,
+                                         run.model.main_stream);
     const std::vector<uint64_t> hashes =
         multi_gpu_all_gather_host(run.multi_gpu, &own, 1, "comparison of weights");
     if (const size_t rank = first_unlike_rank_0(hashes)) {

@@ -365,7 +365,7 @@ inline std::vector<unsigned char> all_gather_bytes(const MultiGpuConfig& config,
                    name);
     });
     wait_for_stream(config, name, config.nccl_stream);
-    cuda_check(cudaMemcpy(all.data(), device.get(), all.size(), cudaMemcpyDeviceToHost));
+    copy_to_host(all.data(), device.get(), all.size(), config.nccl_stream);
     return all;
 }
 

@@ -122,9 +122,9 @@ class ReferenceModel {
         std::vector<int> order(rows);
         sort_positions_by_token(state_->x.data(), static_cast<int>(rows), model_.config.vocab_size,
                                 order.data());
-        detail::upload(x_, state_->x);
-        detail::upload(y_, state_->y);
-        detail::upload(order_, order);
+        copy_to_device(x_, state_->x.data(), state_->x.size(), model_.main_stream);
+        copy_to_device(y_, state_->y.data(), state_->y.size(), model_.main_stream);
+        copy_to_device(order_, order.data(), order.size(), model_.main_stream);
     }
     ~ReferenceModel() { gpt2_free(&model_); }
 
@@ -148,7 +148,7 @@ class ReferenceModel {
     StepState step(int number, float learning_rate) {
         const std::vector<StepInputs> inputs = {{static_cast<uint32_t>(number), learning_rate}};
         cuda_check(cudaDeviceSynchronize());
-        detail::upload(inputs_, inputs);
+        copy_to_device(inputs_, inputs.data(), inputs.size(), model_.main_stream);
         forward_and_backward();
         gpt2_update(&model_, inputs_, &multi_gpu_);
         cuda_check(cudaDeviceSynchronize());
@@ -156,11 +156,12 @@ class ReferenceModel {
     }
     std::vector<float> gradients() {
         std::vector<float> all;
-        for_each_host_layer(model_.grads, [&](const ParamInfo& info, size_t, const gradX* data) {
-            for (size_t i = 0; i < model_.layout.layer_elements(info.id); ++i) {
-                all.push_back(to_float(data[i]));
-            }
-        });
+        for_each_host_layer(model_.grads, model_.main_stream,
+                            [&](const ParamInfo& info, size_t, const gradX* data) {
+                                for (size_t i = 0; i < model_.layout.layer_elements(info.id); ++i) {
+                                    all.push_back(to_float(data[i]));
+                                }
+                            });
         return all;
     }
     double micro_loss(int index) {
