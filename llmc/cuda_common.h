@@ -37,8 +37,8 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
 //
 // cudaMemcpy and cudaMemset, which use the default stream, have no place in a run. Past a certain amount of
 // them, which the 300 at a start of d12 reached, all kernels of all graphs take longer to follow one another,
-// for the rest of the process: on an H200 with CUDA 13.0 and driver 580 by 0.14 us each, 0.6 % of a step of
-// d12 at -b 4 (dev/bench/README.md).
+// for the rest of the process: on an H200 with CUDA 13.0 and driver 580 by 0.14 us each, 0.5 to 1.2 % of a
+// step of d12 at -b 4 (dev/bench/README.md).
 template <class T>
 void copy_to_device(T* to, const T* from, size_t count, cudaStream_t stream) {
     if (count == 0) return;
