@@ -8,21 +8,38 @@ embedding's gradient meets frequent tokens.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
-
-try:
-    import numpy as np
-except ModuleNotFoundError:
-    sys.exit("error: Python package 'numpy' is missing; make setup has it in .venv/bin/python")
+from typing import Callable
 
 TOKEN_MAGIC, TOKEN_VERSION, HEADER_INTS = 20240520, 1, 256
 VOCAB = 50257
 EXPONENT = 1.2
+MOST_TOKENS = 2**31 - 1  # the header's int32
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """argparse type: a whole number within bounds."""
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number {bounds}")
+        return value
+
+    return read
 
 
 def write_random_tokens(path: Path, count: int, vocab: int = VOCAB) -> Path:
     """Writes `count` tokens, always the same ones, and returns the path."""
+    try:  # here, so that --help of all scripts goes without
+        import numpy as np
+    except ModuleNotFoundError:
+        raise SystemExit("error: Python package 'numpy' is missing; make setup has it in "
+                         ".venv/bin/python") from None
     rng = np.random.default_rng(1)
     tokens = (rng.zipf(EXPONENT, count) - 1) % vocab
     header = np.zeros(HEADER_INTS, dtype="<i4")
@@ -32,7 +49,20 @@ def write_random_tokens(path: Path, count: int, vocab: int = VOCAB) -> Path:
     return path
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", metavar="FILE", type=Path, help="what to write")
+    parser.add_argument("count", metavar="COUNT", type=whole_number(1, MOST_TOKENS), nargs="?",
+                        default=1 << 20, help="tokens (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        write_random_tokens(args.file, args.count)
+    except OSError as error:
+        raise SystemExit(f"error: {args.file}: {error.strerror}") from None
+    except MemoryError:
+        raise SystemExit(f"error: COUNT {args.count}: more than this machine's memory takes; "
+                         "expected fewer tokens") from None
+
+
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit((__doc__ or "").strip())
-    write_random_tokens(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 1 << 20)
+    main()

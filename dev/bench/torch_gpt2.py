@@ -18,14 +18,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from data_order import Windows
-from torch import nn
+from random_tokens import whole_number
 
 SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}
 MODEL_MAGIC = 20240326
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="d12")
+    parser.add_argument("--weights", type=Path, help="model file, shape and all; else at random")
+    parser.add_argument("--data", type=Path, help="token file; else random tokens")
+    parser.add_argument("--batch", type=whole_number(1), default=64,
+                        help="sequences in a micro-batch")
+    parser.add_argument("--seq", type=whole_number(1), default=1024)
+    parser.add_argument("--total", type=whole_number(1), default=524288, help="tokens in a step")
+    parser.add_argument("--steps", type=whole_number(1), default=20)
+    parser.add_argument("--warmup", type=whole_number(0), default=5,
+                        help="steps left out of the median")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument(
+        "--warmup-steps", type=whole_number(0), default=0,
+        help="steps over which the learning rate rises",
+    )
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay each micro-batch")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in fp32")
+    parser.add_argument("--exact-vocab", action="store_true", help="no padding in the softmax")
+    parser.add_argument("--json", type=Path, help="write figures and losses here")
+    args = parser.parse_args()
+    if args.total % (args.batch * args.seq) != 0 or args.steps <= args.warmup:
+        parser.error("--total must be a multiple of --batch * --seq, --steps more than --warmup")
+    for option, path in (("--weights", args.weights), ("--data", args.data)):
+        if path is not None and not path.is_file():
+            parser.error(f"{option} {path}: no such file")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        parser.error(f"--json {args.json}: must be a file in a folder that is there")
+    return args
+
+
+# Before PyTorch is there: --help needs none, and a wrong argument does not wait for it.
+arguments = parse_arguments() if __name__ == "__main__" else None
+
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from data_order import Windows
+    from torch import nn
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"error: Python package '{missing.name}' is missing; .venv/bin/pip install "
+                     "numpy torch") from None
 
 
 @dataclass(frozen=True)
@@ -216,32 +260,6 @@ class GraphedMicroSteps(MicroSteps):
         return self.loss
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="d12")
-    parser.add_argument("--weights", type=Path, help="model file, shape and all; else at random")
-    parser.add_argument("--data", type=Path, help="token file; else random tokens")
-    parser.add_argument("--batch", type=int, default=64, help="sequences in a micro-batch")
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--total", type=int, default=524288, help="tokens in a step")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5, help="steps left out of the median")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument(
-        "--warmup-steps", type=int, default=0, help="steps over which the learning rate rises"
-    )
-    parser.add_argument("--cuda-graphs", action="store_true", help="replay each micro-batch")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in fp32")
-    parser.add_argument("--exact-vocab", action="store_true", help="no padding in the softmax")
-    parser.add_argument("--json", type=Path, help="write figures and losses here")
-    args = parser.parse_args()
-    if args.total % (args.batch * args.seq) != 0 or args.steps <= args.warmup:
-        parser.error("--total must be a multiple of --batch * --seq, --steps more than --warmup")
-    return args
-
-
 def batches(args: argparse.Namespace, M: int, vocab: int) -> Callable[[int], list]:
     """A step's micro-batches, inputs and targets, on the device: a function of the step."""
     if args.data is None:
@@ -263,12 +281,15 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     """Trains, prints a line a step and the median speed."""
-    args = parse_arguments()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: --device cuda: no GPU that PyTorch can use; --device cpu: in fp32")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = config_of(args)
+    if args.seq > config.max_seq_len:
+        raise SystemExit(f"error: --seq {args.seq}: the model takes {config.max_seq_len} at most")
     model = GPT2(config, args.exact_vocab)
     if args.weights:
         load_model_file(model, args.weights)
@@ -323,4 +344,4 @@ def report(args: argparse.Namespace, times: list[float], losses: list[float]) ->
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments)
