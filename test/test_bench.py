@@ -189,7 +189,7 @@ def test_bench_cpu_on_a_tiny_model(
     [(1.0, None, 0), (0.92, None, 0), (0.88, None, 1), (1.5, None, 0), (1.0, "another", "error")],
 )
 def test_bench_cpu_compares_with_an_earlier_run_of_this_machine(
-    change: float, cpu: str | None, status: object, tmp_path: Path,
+    change: float, cpu: str | None, status: object, fp32: Trainer, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
 ) -> None:
     """Speeds go by `change`, where milliseconds go the other way."""
@@ -197,6 +197,7 @@ def test_bench_cpu_compares_with_an_earlier_run_of_this_machine(
            "ms": {name: value / change for name, value in FIGURES["ms"].items()}}
     monkeypatch.setattr(bench_cpu, "measure", lambda args: FIGURES)
     words = ["bench_cpu.py", "--data", "unused", "--out", str(tmp_path)]
+    words += ["--build-dir", str(fp32.binary.parents[1])]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
         bench_cpu.main()
@@ -216,8 +217,9 @@ def test_bench_cpu_compares_with_an_earlier_run_of_this_machine(
     assert len(list(tmp_path.glob("cpu-*.json"))) == 2
 
 
-def test_bench_cpu_takes_no_other_files(tmp_path: Path) -> None:
+def test_bench_cpu_takes_no_other_files(fp32: Trainer, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
-    result = run_script("bench_cpu.py", "--compare", tmp_path / "x.json", "--out", tmp_path)
+    result = run_script("bench_cpu.py", "--compare", tmp_path / "x.json", "--out", tmp_path,
+                        "--build-dir", fp32.binary.parents[1])
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
     assert "not a file of this script" in result.stderr

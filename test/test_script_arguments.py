@@ -88,3 +88,76 @@ def test_random_tokens_without_numpy_is_one_line(tmp_path: Path) -> None:
 def test_torch_gpt2_without_torch_was_a_stack_trace(tmp_path: Path) -> None:
     done = run_python("bench/torch_gpt2.py", cwd=tmp_path, packages=False)
     assert_one_line(done, "is missing", "pip install numpy torch")
+
+
+@pytest.mark.parametrize("script, words, parts", [
+    ("torch_gpt2", ["--batch", "0"], ["--batch", "'0'"]),
+    ("torch_gpt2", ["--warmup", "-1"], ["--warmup", "'-1'"]),
+    ("torch_gpt2", ["--data", "none.bin"], ["--data none.bin", "no such file"]),
+    ("torch_gpt2", ["--weights", "."], ["--weights .", "no such file"]),
+    ("torch_gpt2", ["--json", "none/x.json"], ["--json none/x.json", "folder"]),
+    ("bench", ["--micro-batches", "0"], ["--micro-batches", "'0'"]),
+    ("bench", ["--steps", "5", "--warmup", "5"], ["--steps must be more than --warmup"]),
+    ("bench", ["--cpu", "--trainer", "./none"], ["--trainer ./none", "no such program"]),
+    ("bench_cpu", ["--rounds", "0"], ["--rounds", "'0'"]),
+    ("bench_cpu", ["--steps", "0"], ["--steps", "'0'"]),
+    ("bench_cpu", ["--margin", "nan"], ["--margin nan", "below 1"]),
+    ("bench_cpu", ["--build-dir", "none"], ["--build-dir", "none/cpu-fp32/train_gpt2cpu"]),
+    ("compare_torch", ["--steps", "0", "--warmup", "-1"], ["--steps", "'0'"]),
+    ("scaling", ["--turns", "x"], ["--turns", "'x'"]),
+    ("profile_step", ["--ranks", "0"], ["--ranks", "'0'"]),
+    ("profile_step", ["--warmup", "3"], ["--warmup", "at least 4"]),
+    ("profile_step", ["--copy", "0"], ["--copy 0", "more than 0"]),
+    ("profile_step", ["--flops", "nan"], ["--flops nan", "more than 0"]),
+    ("profile_step", ["--trainer", "."], ["--trainer .", "not found"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else value)
+def test_a_bad_argument_of_a_benchmark_was_a_stack_trace(
+    script: str, words: list[str], parts: list[str], tmp_path: Path
+) -> None:
+    done = run_python(f"bench/{script}.py", *words, cwd=tmp_path, packages=False)
+    assert_usage_error(done, *parts)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["bench.py", "bench_cpu.py", "compare_torch.py", "scaling.py"])
+def test_out_that_is_no_folder_was_said_after_the_measurement(script: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in ("file", "file/results"):
+        words = ["--trainer", "true"] if script != "bench_cpu.py" else []
+        done = run_python(f"bench/{script}", *words, "--out", out, cwd=tmp_path, packages=False)
+        assert_usage_error(done, f"--out {out}")
+
+
+@pytest.mark.parametrize("option", ["--json", "--keep"])
+def test_a_file_of_the_profile_was_tried_after_the_run(option: str, tmp_path: Path) -> None:
+    trainer = tmp_path / "trainer"
+    trainer.touch()
+    trainer.chmod(0o755)
+    words = ["--trainer", trainer, "--library", trainer]
+    for file in (tmp_path, trainer / "x"):
+        done = run_python("bench/profile_step.py", *words, option, file, cwd=tmp_path,
+                          packages=False)
+        assert_usage_error(done, f"{option} {file}")
+    done = run_python("bench/profile_step.py", *words, "--ranks", 500, cwd=tmp_path, packages=False)
+    assert_usage_error(done, "--ranks 500", "at most one a GPU")
+
+
+def test_scaling_with_mpi_but_no_mpirun_was_a_stack_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run_python("bench/scaling.py", "--way", "mpi", cwd=tmp_path, packages=False)
+    assert_usage_error(done, "--way mpi", "no mpirun")
+
+
+def test_a_token_file_too_short_for_pytorch_was_a_stack_trace(tmp_path: Path) -> None:
+    code = "import sys, data_order; data_order.Windows(sys.argv[1], 16)"
+    for content, part in ((b"short", "not a token file"), (None, "10 tokens, expected more")):
+        path = tmp_path / "x.bin"
+        if content is None:
+            run_python("bench/random_tokens.py", path, 10, cwd=tmp_path)
+        else:
+            path.write_bytes(content)
+        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True,
+                              cwd=REPO_ROOT / "dev" / "bench", timeout=60)
+        assert_one_line(done, str(path), part)

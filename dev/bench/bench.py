@@ -28,8 +28,8 @@ from typing import Callable
 
 import compare_torch
 import scaling
-from compare_torch import MEMORY_LINE, ROOT, machine_record, save
-from random_tokens import VOCAB, write_random_tokens
+from compare_torch import MEMORY_LINE, ROOT, check_out, machine_record, save, settle_trainer
+from random_tokens import VOCAB, whole_number, write_random_tokens
 from ranks import count_gpus
 
 TOKENS = 1 << 23
@@ -259,16 +259,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--comm-program", default="", help="bench_comm, likewise")
     parser.add_argument("--data", help="token file (default: random tokens)")
     parser.add_argument("--way", choices=["mpi", "tcp", "fs"], help="as of scaling.py")
-    parser.add_argument("--steps", type=int, default=20, help="as of the scripts of the parts")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--micro-batches", type=int, default=200, help="of one validation")
+    parser.add_argument("--steps", type=whole_number(1), default=20,
+                        help="as of the scripts of the parts")
+    parser.add_argument("--warmup", type=whole_number(0), default=5)
+    parser.add_argument("--micro-batches", type=whole_number(1), default=200,
+                        help="of one validation")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args()
+    if "torch" in args.parts and args.steps <= args.warmup:
+        parser.error("--steps must be more than --warmup")
+    check_out(parser, args.out)
     args.out = args.out.resolve()
     args.gpus = 2 if args.cpu else count_gpus()
+    if args.gpus > 0:
+        settle_trainer(parser, args)
     return args
 
 

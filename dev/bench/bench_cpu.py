@@ -20,9 +20,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from compare_torch import ROOT, STEP_LINE, machine_record, run, save
-from random_tokens import write_random_tokens
-from ranks import run_job
+from compare_torch import ROOT, STEP_LINE, check_out, machine_record, run, save
+from random_tokens import whole_number, write_random_tokens
+from ranks import JobError, run_job
 
 TOKENS = 1 << 20
 # Name: model, sequences in a micro-batch, their length, tokens in a step. In the first one the
@@ -116,15 +116,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--build-dir", type=Path, default=ROOT / "build",
                         help="folder with cpu-fp32/train_gpt2cpu and cpu-bf16/train_gpt2cpu")
     parser.add_argument("--data", help="token file, below 512 (default: random tokens)")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run that count")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each row")
+    parser.add_argument("--steps", type=whole_number(1), default=6,
+                        help="steps of a run that count")
+    parser.add_argument("--warmup", type=whole_number(0), default=2, help="steps before them")
+    parser.add_argument("--rounds", type=whole_number(1), default=2, help="runs of each row")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script")
     args = parser.parse_args()
+    if not 0 <= args.margin < 1:
+        parser.error(f"--margin {args.margin}: must be at least 0 and below 1")
+    check_out(parser, args.out)
     args.build_dir = args.build_dir.resolve()
     args.trainer = args.build_dir / "cpu-fp32" / "train_gpt2cpu"
+    for precision in PRECISIONS:
+        trainer = args.build_dir / f"cpu-{precision}" / "train_gpt2cpu"
+        if not os.access(trainer, os.X_OK):
+            parser.error(f"--build-dir: no {trainer}; make bench_cpu builds it")
     return args
 
 
@@ -138,7 +146,10 @@ def main() -> None:
     if args.data is None:
         args.data = str(ROOT / "build" / "bench" / "random-cpu.bin")
         write_random_tokens(Path(args.data), TOKENS, VOCAB)
-    record["figures"] = measure(args)
+    try:
+        record["figures"] = measure(args)
+    except JobError as error:
+        raise SystemExit(f"error: {error}") from None
     slower = print_table(record["figures"], earlier, args.margin)
     save(args.out, "cpu", record)
     if slower:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shlex
@@ -30,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Sequence
 
-from random_tokens import write_random_tokens
+from random_tokens import whole_number, write_random_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ = 1024
@@ -260,6 +261,13 @@ def settle_trainer(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--trainer {args.trainer}: no such program; make {default} builds one")
 
 
+def check_out(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """An error when nothing can be written there: before the measurement, not behind it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        parser.error(f"--out {folder}: expected a folder to write to, and {there} is none")
+
+
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """`words` in place of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -270,13 +278,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer", help="default: ./train_gpt2cu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--data", help="token file (default: random tokens)")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5, help="steps left out of the median")
+    parser.add_argument("--steps", type=whole_number(1), default=20)
+    parser.add_argument("--warmup", type=whole_number(0), default=5,
+                        help="steps left out of the median")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
     if args.steps <= args.warmup:
         parser.error("--steps must be more than --warmup")
+    check_out(parser, args.out)
     settle_trainer(parser, args)
     args.torch = find_torch()
     return args

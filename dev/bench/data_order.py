@@ -59,11 +59,13 @@ class Windows:
 
     def __init__(self, path: Path, T: int, seed: int = 1337) -> None:
         header = np.fromfile(path, dtype="<i4", count=256)
-        if header[0] != TOKEN_MAGIC:
+        if len(header) < 256 or header[0] != TOKEN_MAGIC:
             raise SystemExit(f"error: {path}: not a token file")
         self.tokens = np.fromfile(path, dtype="<u2", offset=1024)
         self.T, self.seed = T, seed
         self.count = (len(self.tokens) - 1) // T
+        if self.count < 1:
+            raise SystemExit(f"error: {path}: {len(self.tokens)} tokens, expected more than {T}")
         self.epoch = -1
         self.order: KeyedPermutation | None = None
 

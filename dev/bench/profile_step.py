@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import re
 import statistics
 import sys
@@ -26,8 +28,8 @@ from pathlib import Path
 from typing import Mapping, Sequence
 
 from compare_torch import STEP_LINE, machine_record
-from random_tokens import write_random_tokens
-from ranks import JobError, plan_row, run_job
+from random_tokens import whole_number, write_random_tokens
+from ranks import JobError, count_gpus, plan_row, run_job
 
 TOKENS = 1 << 23
 PHASES = ("forward", "backward", "update")
@@ -438,6 +440,7 @@ def measure(args: argparse.Namespace) -> dict:
                              "the trainer was built without NVTX")
         text = files[0].read_text()
     if args.keep:
+        args.keep.parent.mkdir(parents=True, exist_ok=True)
         args.keep.write_text(text)
     try:
         result = report(read_recording(text.splitlines()), read_model(output, flags),
@@ -455,9 +458,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trainer", default="./train_gpt2cu")
     parser.add_argument("--library", default="build/profile/libprofile.so")
     parser.add_argument("--data", help="token file (default: random tokens)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes; rank 0's step is shown")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before, at least 4")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are averaged")
+    parser.add_argument("--ranks", type=whole_number(1), default=1,
+                        help="processes; rank 0's step is shown")
+    parser.add_argument("--warmup", type=whole_number(4), default=5,  # graphs: steps 1 and 2
+                        help="steps before, at least 4")
+    parser.add_argument("--steps", type=whole_number(1), default=2, help="steps that are averaged")
     parser.add_argument("--copy", type=float, default=4.2, help="TB/s of a copy (default: H200)")
     parser.add_argument("--flops", type=float, default=790.0,
                         help="TFLOP/s of the tensor cores (default: H200, dense bf16, measured)")
@@ -466,12 +471,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--commit", help="for a tree without history")
     args, args.flags = parser.parse_known_args()
-    if args.steps < 1 or args.ranks < 1 or args.warmup < 4:  # graphs are captured in steps 1 and 2
-        parser.error("--steps and --ranks must be at least 1, --warmup at least 4")
+    for option, value in (("--copy", args.copy), ("--flops", args.flops)):
+        if not 0 < value < math.inf:
+            parser.error(f"{option} {value}: must be more than 0")
     for option, file in (("--trainer", args.trainer), ("--library", args.library)):
-        if not Path(file).exists():
+        if not Path(file).is_file():
             parser.error(f"{option} {file}: not found; `make profile` builds it")
+    if not os.access(args.trainer, os.X_OK):
+        parser.error(f"--trainer {args.trainer}: must be a program")
+    if args.ranks > 1 and args.ranks > (gpus := count_gpus()):
+        parser.error(f"--ranks {args.ranks}: at most one a GPU, and there are {gpus}")
+    for option, path in (("--keep", args.keep), ("--json", args.json)):
+        if path is not None:
+            check_file(parser, option, path)
     return args
+
+
+def check_file(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """An error when it can't be written: before the run, not behind it."""
+    there = next(place for place in path.absolute().parents if place.exists())
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        parser.error(f"{option} {path}: must be a file in a folder to write to")
 
 
 def main() -> None:

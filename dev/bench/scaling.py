@@ -27,9 +27,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Sequence
 
-from compare_torch import MEMORY_LINE, ROOT, STEP_LINE, machine_record, save, settle_trainer
-from random_tokens import write_random_tokens
-from ranks import Ended, Job, count_gpus, run_job
+from compare_torch import (
+    MEMORY_LINE, ROOT, STEP_LINE, check_out, machine_record, save, settle_trainer
+)
+from random_tokens import whole_number, write_random_tokens
+from ranks import Ended, Job, JobError, count_gpus, run_job
 
 SEQ = 1024
 TOKENS = 1 << 23
@@ -137,7 +139,7 @@ def measure_work(args: argparse.Namespace, work: str) -> dict:
                 runs["plain"][str(count)].append(measure(args, work, count, ["-rw", "1"]))
     for order, of_counts in runs.items():
         result[order] = {count: median_run(each) for count, each in of_counts.items()}
-    if args.each and max(counts) > 1:
+    if args.each and max(counts, default=1) > 1:
         result["each"] = measure_each(args, work, max(counts))
         result["share_of_each"] = {
             str(count): result["canonical"][str(count)]["tokens_per_second"]
@@ -198,16 +200,17 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--way", choices=["mpi", "tcp", "fs"],
                         default="mpi" if shutil.which("mpirun") else "tcp")
     parser.add_argument("--data", help="token file (default: random tokens)")
-    parser.add_argument("--steps", type=int, default=20, help="steps that count")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--turns", type=int, default=1, help="runs of each setting")
+    parser.add_argument("--steps", type=whole_number(1), default=20, help="steps that count")
+    parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them")
+    parser.add_argument("--turns", type=whole_number(1), default=1, help="runs of each setting")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
-    if args.turns < 1 or args.steps < 1 or args.warmup < 0:
-        parser.error("--turns and --steps must be at least 1, --warmup at least 0")
+    if args.way == "mpi" and not shutil.which("mpirun"):
+        parser.error("--way mpi: there is no mpirun here; expected tcp or fs")
+    check_out(parser, args.out)
     settle_trainer(parser, args)
     if args.counts is None:
         gpus = 2 if args.cpu else count_gpus()
@@ -224,7 +227,10 @@ def main() -> None:
         args.data = "build/bench/random.bin"
         write_random_tokens(Path(args.data), TOKENS)
     record = {**machine_record(args), "gpus": count_gpus()}
-    results = {work: measure_work(args, work) for work in args.works}
+    try:
+        results = {work: measure_work(args, work) for work in args.works}
+    except JobError as error:
+        raise SystemExit(f"error: {error}") from None
     targets = find_targets(results)
     record.update(scaling=results, targets=targets)
     print_table(results)
