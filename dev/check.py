@@ -6,12 +6,11 @@ status 1 if there was any.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import lizard
 
 MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 100
@@ -62,6 +61,10 @@ def check_text(path: Path) -> list[str]:
 
 def check_functions(path: Path) -> list[str]:
     """Length of each function."""
+    try:
+        import lizard
+    except ModuleNotFoundError:
+        sys.exit("error: Python package 'lizard' is missing; make setup has it in .venv/bin/python")
     # lizard chooses the language by the name and does not know .cu and .cuh.
     name = str(path) if path.suffix == ".py" else str(path.with_suffix(".cpp"))
     functions = lizard.analyze_file.analyze_source_code(name, path.read_text()).function_list
@@ -96,6 +99,7 @@ def format_findings(sources: list[str]) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     files = project_files()
     sources = [p for p in files if p.suffix in CPP]
     scripts = [p for p in files if p.suffix == ".py"]

@@ -17,19 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+missing_package: str | None = None  # said after --help
 try:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a $ in a title or a folder's name is a $
     import matplotlib.pyplot as plt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 except ModuleNotFoundError as missing:
-    sys.exit(
-        f"error: Python package '{missing.name}' is missing;"
-        f" run: {sys.executable} -m pip install matplotlib"
-    )
+    missing_package = missing.name
 
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -286,6 +285,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Reads the logs, writes the picture, says where it is."""
     args = parse_arguments()
+    if missing_package:
+        sys.exit(
+            f"error: Python package '{missing_package}' is missing;"
+            f" run: {sys.executable} -m pip install matplotlib"
+        )
     try:
         figure = make_figure([read_log(path) for path in args.logs], args.smooth, args.title)
         args.out.parent.mkdir(parents=True, exist_ok=True)

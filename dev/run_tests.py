@@ -268,7 +268,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the XML reports")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, help="arguments for pytest")
     options = parser.parse_args()
-    accepted = read_skips(options.skips)
+    for unit in options.unit:
+        if not all(unit.partition("=")):
+            parser.error(f"--unit {unit}: expected LABEL=PROGRAM")
+    try:
+        accepted = read_skips(options.skips)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except UnicodeDecodeError:
+        sys.exit(f"error: --skips {options.skips}: not a text file in UTF-8")
 
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup

@@ -273,6 +273,34 @@ def test_wrong_input_text_is_refused(cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        ("folder", "a folder"),
+        (b"", "empty"),
+        (b"\xff\xfe\x00", "not a text file"),
+        (b"First Citizen:", "SHA-256"),
+    ],
+)
+@pytest.mark.parametrize("made", [False, True])
+def test_input_text_was_not_looked_at_where_the_files_are_there(
+    content: object, message: str, made: bool, cache: Path, tmp_path: Path
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "input.txt"
+    options = ["--out", out, "--tokenizer", tmp_path / "tokenizer.bin", "--cache", cache]
+    if made:
+        assert run_script("data/tinyshakespeare.py", *options).returncode == 0
+    if content == "folder":
+        text.mkdir()
+    elif content is not None:
+        text.write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    done = run_script("data/tinyshakespeare.py", *options, "--input", text)
+    assert_one_line_error(done, f"--input {text}", message)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("archive", ["missing", "damaged"])
 def test_nothing_reachable_still_gives_data(archive: str, tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
@@ -530,6 +558,39 @@ def test_help_states_sizes_and_bad_option_is_one_line(name: str) -> None:
 # Larger data sets, on small files
 
 
+@pytest.mark.parametrize("name", ["tinystories", "fineweb", "hellaswag"])
+def test_input_that_is_not_text_was_a_stack_trace(name: str, cache: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "a.json", tmp_path / "out"
+    file.write_bytes(b'{"text": "\xff"}\n')
+    done = run_script(f"data/{name}.py", "--input", file, "--out", out, "--cache", cache)
+    assert_one_line_error(done, str(file))
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_damaged_archive_of_stories_was_a_stack_trace(cache: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    letters = bytes(rng.integers(97, 123, 1 << 18, dtype=np.uint8)).decode()
+    story = write_stories(tmp_path / "data00.json", [letters])
+    archive = tmp_path / "x.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(story, arcname=story.name)
+    data = archive.read_bytes()
+    archive.write_bytes(data[: len(data) // 2] + rng.bytes(len(data) // 2))
+    options = ["--out", tmp_path / "out", "--cache", cache, "--workers", 1]
+    done = run_script("data/tinystories.py", "--input", archive, *options)
+    assert_one_line_error(done, str(archive))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"made_from": 1, "position": 2, "finished": 0}'])
+def test_progress_of_another_program_was_a_stack_trace(
+    content: str, cache: Path, tmp_path: Path
+) -> None:
+    files, _ = write_documents(tmp_path)
+    (tmp_path / "progress.json").write_text(content)
+    done = run_script("data/fineweb.py", "--input", *files, "--out", tmp_path, "--cache", cache)
+    assert_one_line_error(done, "progress.json", "another --out")
+
+
 def write_stories(path: Path, stories: list[str]) -> Path:
     path.write_text(json.dumps([{"story": story, "summary": "x"} for story in stories]))
     return path
@@ -718,6 +779,8 @@ def test_hellaswag(encoder: common.Gpt2Encoder, cache: Path, tmp_path: Path) -> 
         ("no json", "'ctx'"),
         ('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}', "3 endings"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 0}', "'endings'"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": Infinity}', "'label'"),
     ],
 )
 def test_hellaswag_bad_line(line: str, message: str, cache: Path, tmp_path: Path) -> None:
@@ -820,5 +883,7 @@ def test_plot_log_bad_options(tmp_path: Path) -> None:
     log = write_log(tmp_path / "one")
     assert_one_line_error(run_script("plot_log.py", log, "--smooth", 0), "--smooth 0")
     assert_one_line_error(run_script("plot_log.py", log, "--out", "x.pdf"), "x.pdf", ".png")
+    done = run_script("plot_log.py", log, "--title", "a $x_$ b")  # once a formula, a stack trace
+    assert done.returncode == 0, done
     (tmp_path / "one" / "run.json").write_text("{")
     assert_one_line_error(run_script("plot_log.py", log), "run.json")

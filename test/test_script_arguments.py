@@ -38,17 +38,19 @@ def assert_one_line(done: Done, *parts: str) -> None:
     assert all(part in done.stderr for part in parts), done
 
 
-# ------------------------------------------------------------------------------------- dev/bench
-
-
 @pytest.mark.parametrize("script", [
     "bench/bench.py", "bench/bench_cpu.py", "bench/compare_torch.py", "bench/profile_step.py",
-    "bench/random_tokens.py", "bench/scaling.py", "bench/torch_gpt2.py",
+    "bench/random_tokens.py", "bench/scaling.py", "bench/torch_gpt2.py", "data/fineweb.py",
+    "data/hellaswag.py", "data/tinyshakespeare.py", "data/tinystories.py", "check.py",
+    "plot_log.py", "run_tests.py",
 ])
 def test_help_needed_packages(script: str, tmp_path: Path) -> None:
     done = run_python(script, "--help", cwd=tmp_path, packages=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: "), done
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------- dev/bench
 
 
 def test_random_tokens_took_help_for_a_file_name(tmp_path: Path) -> None:
@@ -161,3 +163,48 @@ def test_a_token_file_too_short_for_pytorch_was_a_stack_trace(tmp_path: Path) ->
         done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True,
                               cwd=REPO_ROOT / "dev" / "bench", timeout=60)
         assert_one_line(done, str(path), part)
+
+
+# ---------------------------------------------------------------- dev/data, the rest of dev/, grade
+
+
+@pytest.mark.parametrize("name", ["fineweb", "hellaswag", "tinyshakespeare", "tinystories"])
+def test_a_missing_package_of_a_data_script_is_one_line(name: str, tmp_path: Path) -> None:
+    done = run_python(f"data/{name}.py", "--out", "out", cwd=tmp_path, packages=False)
+    assert_one_line(done, "is missing; run: ", "pip install numpy")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["fineweb", "hellaswag", "tinystories"])
+def test_a_missing_input_file_was_found_out_when_its_turn_came(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": "One document."}\n')
+    (tmp_path / "folder.json").mkdir()
+    for wrong, part in (("none.json", "no such file"), ("folder.json", "a folder")):
+        done = run_python(f"data/{name}.py", "--input", "a.json", wrong, "--out", "out",
+                          cwd=tmp_path)
+        assert_one_line(done, f"--input {wrong}", part)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tool_without_its_package_is_one_line(tmp_path: Path) -> None:
+    done = run_python("plot_log.py", "main.log", cwd=tmp_path, packages=False)
+    assert_one_line(done, "'matplotlib' is missing", "pip install matplotlib")
+    done = run_python("check.py", cwd=REPO_ROOT, packages=False)
+    assert_one_line(done, "'lizard' is missing", "make setup")
+
+
+def test_run_tests_with_a_bad_argument_was_a_stack_trace(tmp_path: Path) -> None:
+    skips, file = tmp_path / "skips.txt", tmp_path / "file"
+    skips.touch()
+    file.write_bytes(b"\xff")
+    out = ["--out", tmp_path / "out"]
+    for unit in ("true", "true=", "=true"):
+        done = run_python("run_tests.py", "--skips", skips, *out, "--unit", unit, cwd=tmp_path)
+        assert_usage_error(done, f"--unit {unit}", "LABEL=PROGRAM")
+    done = run_python("run_tests.py", "--skips", tmp_path / "none", *out, cwd=tmp_path)
+    assert_one_line(done, f"{tmp_path}/none")
+    done = run_python("run_tests.py", "--skips", file, *out, cwd=tmp_path)
+    assert_one_line(done, f"--skips {file}", "not a text file")
+    done = run_python("run_tests.py", "--skips", skips, "--out", file, cwd=tmp_path)
+    assert_one_line(done, str(file))
+    assert not (tmp_path / "out").exists()

@@ -9,30 +9,30 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
+import contextlib
 import hashlib
-import importlib
 import json
 import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar
 
+# The scripts take these from here. Parser says what is missing, after --help.
+missing_package: str | None = None
 try:
     import numpy as np
+    import requests
     import tiktoken
-
-    importlib.import_module("tqdm")  # which some scripts use
+    from tqdm import tqdm
 except ModuleNotFoundError as missing:
-    sys.exit(
-        f"error: Python package '{missing.name}' is missing;"
-        f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
-    )
+    missing_package = missing.name
+    np = requests = tiktoken = tqdm = None
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 DATA_DIR = Path(__file__).resolve().parent
@@ -147,6 +147,16 @@ def read_json(path: Path) -> Any:
         return None
     except ValueError as error:
         raise DataError(f"{path}: not a JSON file ({error})") from None
+
+
+@contextlib.contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """A text file to read; bytes that are not UTF-8 are an error of the data."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            yield file
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not a text file in UTF-8") from None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -410,6 +420,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(1, f"error: {message} (see --help)\n")
+
+    def parse_args(self, *arguments: Any) -> argparse.Namespace:
+        """Ends the script, too, where a package is missing."""
+        args = super().parse_args(*arguments)
+        if missing_package:
+            sys.exit(
+                f"error: Python package '{missing_package}' is missing;"
+                f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
+            )
+        return args
+
+    def check_input(self, paths: Iterable[Path]) -> None:
+        """An error for the first of --input's files that is not there or is a folder."""
+        for path in paths:
+            if not path.exists():
+                self.error(f"--input {path}: no such file")
+            if path.is_dir():
+                self.error(f"--input {path}: a folder, expected a file")
 
 
 def add_encoding_options(parser: Parser) -> None:

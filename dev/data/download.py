@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-try:
-    import requests
-    from tqdm import tqdm
-except ModuleNotFoundError as missing:
-    sys.exit(
-        f"error: Python package '{missing.name}' is missing;"
-        f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
-    )
-
-from common import DataError, file_sha256, fsync_folder, sha256_of
+from common import DataError, file_sha256, fsync_folder, requests, sha256_of, tqdm
 
 CONNECT_SECONDS = 5
 READ_SECONDS = 60

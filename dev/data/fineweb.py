@@ -31,17 +31,17 @@ from common import (
     add_encoding_options,
     add_worker_option,
     encode_in_worker,
+    np,
+    open_text,
     ordered_map,
     positive_int,
     read_json,
     run_script,
+    tqdm,
     write_json,
 )
 from download import HubFile, download, list_hub_files
 from sources import require_ranks
-
-import numpy as np  # common says which package is missing
-from tqdm import tqdm
 
 DOCUMENTS_A_PIECE = 512
 PROGRESS_FILE = "progress.json"
@@ -69,7 +69,7 @@ class Position:
 def read_jsonl(path: Path) -> Iterator[list[str]]:
     """Texts of a file with one JSON object a line, in pieces."""
     texts: list[str] = []
-    with open(path, encoding="utf-8") as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -106,11 +106,7 @@ def read_parquet(path: Path) -> Iterator[list[str]]:
 
 def read_pieces(path: Path) -> Iterator[list[str]]:
     """Texts of one input file, in pieces of a fixed number of documents."""
-    if path.suffix == ".parquet":
-        return read_parquet(path)
-    if path.suffix in (".jsonl", ".json"):
-        return read_jsonl(path)
-    raise DataError(f"--input {path}: expected a .parquet or .jsonl file")
+    return read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
 
 
 def hub_source(file: HubFile, folder: Path) -> Source:
@@ -140,14 +136,21 @@ class ShardWriter:
         progress = read_json(self.out / PROGRESS_FILE)
         if progress is None:
             return Position()
-        if progress.get("made_from") != self._identity:
+        try:
+            same = progress["made_from"] == self._identity
+            position, finished = Position(**progress["position"]), progress["finished"]
+        except (KeyError, TypeError):
+            raise DataError(
+                f"{self.out / PROGRESS_FILE}: not written by this script;"
+                " delete the folder or choose another --out"
+            ) from None
+        if not same:
             raise DataError(
                 f"--out {self.out}: holds shards made from other files or with another"
                 " --shard-size; delete the folder or choose another"
             )
-        position = Position(**progress["position"])
         self.shard = position.shard
-        return None if progress["finished"] or self.full else position
+        return None if finished or self.full else position
 
     def add(self, tokens: np.ndarray, file: int, piece: int, start: int) -> None:
         """Adds tokens[start:], which are those of one piece of one file."""
@@ -275,6 +278,10 @@ def parse_arguments() -> argparse.Namespace:
     add_worker_option(parser)
     add_encoding_options(parser)
     args = parser.parse_args()
+    for path in args.input or []:
+        if path.suffix not in (".parquet", ".jsonl", ".json"):
+            parser.error(f"--input {path}: expected a .parquet or .jsonl file")
+    parser.check_input(args.input or [])
     args.prefix = "edu_fineweb" if args.edu else "fineweb"
     args.out = args.out or DATA_DIR / f"{args.prefix}{args.sample.removesuffix('T')}"
     return args

@@ -23,14 +23,14 @@ from common import (
     Parser,
     add_encoding_options,
     make_header,
+    np,
+    open_text,
     run_script,
+    tqdm,
     write_bytes,
 )
 from download import download
 from sources import require_encoder
-
-import numpy as np  # common says which package is missing
-from tqdm import tqdm
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 EVAL_MAGIC, EVAL_VERSION = 20240522, 1
@@ -52,7 +52,9 @@ def parse_example(line: str, where: str) -> Example:
     try:
         entry = json.loads(line)
         example = Example(str(entry["ctx"]), list(entry["endings"]), int(entry["label"]))
-    except (ValueError, KeyError, TypeError):
+        if not all(isinstance(ending, str) for ending in example.endings):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise DataError(f"{where}: expected JSON with 'ctx', 'endings' and 'label'") from None
     if len(example.endings) != COMPLETIONS or not 0 <= example.label < COMPLETIONS:
         raise DataError(
@@ -65,7 +67,7 @@ def parse_example(line: str, where: str) -> Example:
 def read_examples(paths: Iterable[Path]) -> Iterator[Example]:
     """All examples of the files, in order."""
     for path in paths:
-        with open(path, encoding="utf-8") as file:
+        with open_text(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield parse_example(line, f"{path}:{number}")
@@ -103,7 +105,9 @@ def parse_arguments() -> argparse.Namespace:
         help="hellaswag_val.jsonl (12 MB), already downloaded",
     )
     add_encoding_options(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    parser.check_input(args.input or [])
+    return args
 
 
 def main() -> None:

@@ -74,8 +74,15 @@ def get_text(args: argparse.Namespace) -> Found:
     if args.input is None:
         return find_shakespeare(args.out / TEXT_FILE)
     data = args.input.read_bytes()
+    expected = f"expected char-rnn's input.txt, SHA-256 {TEXT_SHA256}"
+    if not data:
+        raise DataError(f"--input {args.input}: empty; {expected}")
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"--input {args.input}: not a text file in UTF-8; {expected}") from None
     if (actual := sha256_of(data)) != TEXT_SHA256:
-        raise DataError(f"--input {args.input}: SHA-256 is {actual}, expected {TEXT_SHA256}")
+        raise DataError(f"--input {args.input}: SHA-256 is {actual}; {expected}")
     return Found(data, f"file {args.input.name}")
 
 
@@ -150,12 +157,15 @@ def parse_arguments() -> argparse.Namespace:
         help="the text, already downloaded (char-rnn's input.txt, 1.1 MB)",
     )
     add_encoding_options(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    parser.check_input([args.input] if args.input else [])
+    return args
 
 
 def main() -> None:
     """Does nothing when the files are right; otherwise makes them."""
     args = parse_arguments()
+    given = get_text(args) if args.input else None  # checked also where there is nothing to do
     source = read_json(args.out / SOURCE_FILE)
     hashes = hashes_on_disk(args.out, args.tokenizer)
     complete = is_complete(source, hashes)
@@ -166,7 +176,7 @@ def main() -> None:
         kind = "not tiny Shakespeare" if source["text"] == "synthetic" else "not GPT-2 tokens"
         print(f"{args.out}: {kind}; the files are there, nothing to do without network")
         return
-    text = get_text(args)
+    text = given or get_text(args)
     ranks = find_merge_ranks(args.cache)
     made_like_this = complete and source["text"] == "synthetic" and text.data is None
     if made_like_this and (source["merges_from"] == "bytes") == (ranks.data is None):

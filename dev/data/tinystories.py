@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +24,13 @@ from common import (
     add_encoding_options,
     add_worker_option,
     encode_in_worker,
+    np,
     ordered_map,
     run_script,
+    tqdm,
 )
 from download import download
 from sources import require_ranks
-
-import numpy as np  # common says which package is missing
-from tqdm import tqdm
 
 URL = (
     "https://huggingface.co/datasets/roneneldan/TinyStories"
@@ -60,7 +60,7 @@ def read_archive(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if member is None:
                     raise DataError(f"{path}: {name} is not a plain file")
                 yield name, parse_stories(member.read(), f"{path}: {name}")
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: not a readable tar archive ({error})") from None
 
 
@@ -130,7 +130,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_worker_option(parser)
     add_encoding_options(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    parser.check_input(args.input or [])
+    return args
 
 
 def main() -> None:
