@@ -208,3 +208,17 @@ def test_run_tests_with_a_bad_argument_was_a_stack_trace(tmp_path: Path) -> None
     done = run_python("run_tests.py", "--skips", skips, "--out", file, cwd=tmp_path)
     assert_one_line(done, str(file))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["#!/bin/sh\necho hello\n", "no program"])
+def test_grade_with_other_checks_skipped_all_or_was_a_stack_trace(
+    content: str, tmp_path: Path
+) -> None:
+    checks = tmp_path / "checks"
+    checks.write_text(content)
+    checks.chmod(0o755)
+    command = [REPO_ROOT / "grade", "A4", "--backend", "cpu", "--trainer", checks]
+    done = subprocess.run([*command, "--checks", checks], capture_output=True, text=True,
+                          cwd=tmp_path, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done
+    assert f"{checks}: not a build of test/grade/checks.cu" in done.stderr
