@@ -5,8 +5,24 @@
 # The libraries are static and need nothing newer than this machine's glibc. Installs nothing here
 # but what `make setup` does.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+esac
 cd "$(dirname "$0")/.."
 folder=${1:-.carry}
+if [ $# -gt 1 ] || [[ $folder == -* ]]; then
+    echo "error: $*: must be one folder; --help shows what there is" >&2
+    exit 1
+fi
+# It is removed first, so it must be what an earlier run has made, or nothing.
+others() { find "$folder/" -mindepth 1 -maxdepth 1 ! -name include ! -name lib; }
+if [ -e "$folder" ] && { [ ! -d "$folder" ] || [ -n "$(others)" ]; }; then
+    echo "error: $folder: holds something else; must be a new folder, or an earlier run's" >&2
+    exit 1
+fi
 
 # Prints the folder of a header, or of a library, that the compiler finds.
 header_folder() {

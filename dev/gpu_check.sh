@@ -11,16 +11,31 @@
 #   LOGS    folder for what the parts print (default build/gpu_check)
 #   CARRY, COMMIT   see dev/gpu_variables.sh
 set -uo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+esac
 cd "$(dirname "$0")/.." || exit
 export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
 LOGS=${LOGS:-build/gpu_check}
-mkdir -p "$LOGS"
 parts=("$@")
 [ $# -gt 0 ] || parts=(build test many sanitize)
+for part in "${parts[@]}"; do
+    case $part in
+        build | test | many | sanitize) ;;
+        *)
+            echo "error: $part: must be build, test, many or sanitize" >&2
+            exit 1
+            ;;
+    esac
+done
 summary=()
 failed=0
 
-. dev/gpu_variables.sh
+. dev/gpu_variables.sh || exit 1
+mkdir -p "$LOGS" || exit 1
 
 # The folder of a build, given its make variables.
 folder() {
@@ -119,10 +134,6 @@ for part in "${parts[@]}"; do
             done
             [ "$bf16" = "$own" ] ||
                 step "memcheck $(basename "$bf16")" memcheck "$bf16/train_gpt2cu"
-            ;;
-        *)
-            echo "error: $part: must be build, test, many or sanitize" >&2
-            exit 1
             ;;
     esac
 done

@@ -6,6 +6,10 @@
 variables=()
 [ -z "${COMMIT:-}" ] || variables+=("COMMIT=$COMMIT")
 if [ -n "${CARRY:-}" ]; then
+    if [ ! -d "$CARRY" ]; then
+        echo "error: CARRY=$CARRY: no such folder; dev/gpu_carry.sh makes it" >&2
+        return 1
+    fi
     carry=$(realpath "$CARRY")
     variables+=("GTEST_PATH=$carry" "OPENBLAS_PATH=$carry" "CUDNN_FRONTEND_PATH=$carry")
 fi

@@ -5,6 +5,12 @@
 # are left out where the distribution does not have them, and REQUIREMENTS, more Python packages for
 # .venv, where pip cannot install them. Tools and .venv are checked here.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+esac
 cd "$(dirname "$0")/.."
 
 fail() {
@@ -23,6 +29,7 @@ for argument in "$@"; do
     case $argument in
         --optional=*) optional+=("${argument#*=}") ;;
         --python=*) requirements=${argument#*=} ;;
+        -*) fail "$argument: unknown; --help shows what there is" ;;
         *) packages+=("$argument") ;;
     esac
 done

@@ -26,6 +26,26 @@ fail() {
 
 say() { echo "== $*"; }
 
+# ---- the command line: --help and nothing else
+
+# What stands at the top of the script, and each setting with its value.
+show_help() {
+    local script=$0
+    [[ $script == /* ]] || script=$OLDPWD/$script
+    awk 'NR > 1 && /^([^#]|#SBATCH|# shellcheck)/ { exit } NR > 1 { print substr($0, 3) }' "$script"
+    printf '\nSettings:\n'
+    sed -n 's/^: "\${\([A-Z_]*\):=\(.*\)}" *# \(.*\)/\1=\2  # \3/p' "$script" scripts/lib.sh |
+        awk -F= '!seen[$1]++'
+}
+
+if [ $# -gt 0 ]; then
+    case $1 in
+        -h | --help) show_help ;;
+        *) fail "$1: unknown; settings come from the environment, and --help lists them" ;;
+    esac
+    exit 0
+fi
+
 # The trainer with all flags that do not say how its processes find each other.
 trainer_command() {
     local extra
@@ -85,16 +105,25 @@ newest_checkpoint() {
     echo "$newest"
 }
 
+# check_number NAME LEAST MOST: an error unless this setting is a whole number within these bounds.
+check_number() {
+    if ! [[ ${!1} =~ ^(0|[1-9][0-9]{0,9})$ ]] || [ "${!1}" -lt "$2" ] || [ "${!1}" -gt "$3" ]; then
+        fail "$1=${!1}: must be a whole number from $2 to $3"
+    fi
+}
+
 # Why the loop cannot begin, as an error.
 check_settings() {
     local name
     for name in STEPS CHECKPOINT_EVERY MAX_FAILURES; do
-        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: must be a whole number, at least 1"
+        check_number $name 1 99999999  # a checkpoint's name has 8 digits
     done
+    for name in BATCH SEQ_LEN TOTAL_BATCH; do check_number $name 1 2147483647; done
+    check_number RETRY_WAIT_S 0 86400
     command -v "$BINARY" >/dev/null ||
         fail "BINARY=$BINARY: no such program in $PWD; build it, for example make train_gpt2cu"
     [ -n "$OUTPUT" ] || fail "OUTPUT is empty: must be a folder for logs and checkpoints"
-    mkdir -p "$OUTPUT"
+    mkdir -p "$OUTPUT" 2>/dev/null || fail "OUTPUT=$OUTPUT: no folder can be made there"
 }
 
 # train_until_done START: calls START with the number of the try until the checkpoint of the last
@@ -168,8 +197,13 @@ start_here() {
 # with its cost computed from that speed.
 train_here() {
     local status=0
-    GPUS=${GPUS:-$(gpus_here)}
-    [[ $GPUS =~ ^[1-9][0-9]*$ ]] || fail "GPUS=$GPUS: no GPU found here; set GPUS"
+    if [ -z "$GPUS" ]; then
+        GPUS=$(gpus_here)
+        [ "$GPUS" != 0 ] || fail "no GPU found here; set GPUS"
+    fi
+    check_number GPUS 1 256
+    [[ $PRICE_PER_GPU_HOUR =~ ^([0-9]+([.][0-9]+)?)?$ ]] ||
+        fail "PRICE_PER_GPU_HOUR=$PRICE_PER_GPU_HOUR: must be a number, such as 2.50, or empty"
     [ "$GPUS" = 1 ] || command -v mpirun >/dev/null ||
         fail "$GPUS GPUs need mpirun (apt-get install openmpi-bin), or set GPUS=1"
     check_settings

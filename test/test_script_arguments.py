@@ -6,13 +6,15 @@ Python without its packages is `python -S -E`.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import REPO_ROOT
+from helpers import REPO_ROOT, snapshot
 
 Done = subprocess.CompletedProcess
 
@@ -222,3 +224,135 @@ def test_grade_with_other_checks_skipped_all_or_was_a_stack_trace(
                           cwd=tmp_path, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done
     assert f"{checks}: not a build of test/grade/checks.cu" in done.stderr
+
+
+# --------------------------------------------------------------------------------- shell scripts
+
+ONE_MACHINE = [f"scripts/run_{name}.sh" for name in (
+    "gpt2_124M", "gpt2_350M", "gpt2_774M", "gpt2_1558M", "gpt3_125M")]
+MULTI_NODE = [f"scripts/multi_node/run_gpt2_124M_{end}" for end in (
+    "mpi.sh", "tcp.sbatch", "fs.sbatch")]
+DEV = ["dev/demo.sh", "dev/setup.sh", "dev/gpu_carry.sh", "dev/gpu_check.sh",
+       "dev/bench/four_gpus.sh", "dev/bench/comm.sh"]
+SLURM_JOB = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1",
+             "SLURM_GPUS_ON_NODE": "2"}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the scripts, and in stubs/ tools that do nothing: what a script does before it
+    looks at its arguments stays here."""
+    for name in ("dev", "scripts"):
+        shutil.copytree(REPO_ROOT / name, tmp_path / name,
+                        ignore=shutil.ignore_patterns("results", "__pycache__", "*.bin"))
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for tool in ("make", "apt-get", "apt-cache", "python3", "g++", "nvidia-smi", "mpirun"):
+        (stubs / tool).write_text("#!/bin/sh\nexit 9\n")
+        (stubs / tool).chmod(0o755)
+    return tmp_path
+
+
+def run_shell(tree: Path, script: str, *words: object, **env: object) -> Done:
+    """Runs a script from the tree's root; BINARY is a program that fails at once."""
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "CUDA")) and name not in ("PROGRAM", "CARRY")}
+    path = f"{tree / 'stubs'}:{kept['PATH']}"
+    given = {name: str(value) for name, value in env.items()}
+    return subprocess.run([str(tree / script), *map(str, words)], capture_output=True, text=True,
+                          cwd=tree, env={**kept, "PATH": path, "BINARY": "false", **given},
+                          stdin=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize("script", ONE_MACHINE + MULTI_NODE + DEV)
+def test_help_of_a_shell_script_did_its_work(script: str, tree: Path) -> None:
+    before = snapshot(tree)
+    done = run_shell(tree, script, "--help")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    head = (tree / script).read_text().splitlines()[1].removeprefix("# ")
+    assert done.stdout.startswith(head) and "#" not in done.stdout.split("Settings:")[0], done
+    if script.startswith("scripts/"):
+        settings = done.stdout.split("Settings:\n")[1].splitlines()
+        names = [line.split("=")[0] for line in settings]
+        assert len(set(names)) == len(names) and {"STEPS", "RETRY_WAIT_S"} <= set(names), done
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("script, words, parts", [
+    *((script, ["4"], ["4: unknown", "--help"]) for script in ONE_MACHINE + MULTI_NODE),
+    ("dev/demo.sh", ["fast"], ["fast: unknown", "--help"]),
+    ("dev/setup.sh", ["--nonsense"], ["--nonsense: unknown", "--help"]),
+    ("dev/gpu_carry.sh", ["a", "b"], ["a b: must be one folder"]),
+    ("dev/gpu_carry.sh", ["--force"], ["--force: must be one folder"]),
+    ("dev/gpu_check.sh", ["build", "tset"], ["tset: must be build, test"]),
+    ("dev/bench/four_gpus.sh", ["grade", "all"], ["all: must be grade, equal"]),
+], ids=str)
+def test_a_wrong_argument_of_a_shell_script_was_not_seen_or_too_late(
+    script: str, words: list[str], parts: list[str], tree: Path
+) -> None:
+    before = snapshot(tree)
+    assert_one_line(run_shell(tree, script, *words), *parts)
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("folder", ["dev", "scripts/lib.sh"])
+def test_gpu_carry_removed_whatever_folder_it_was_given(folder: str, tree: Path) -> None:
+    before = snapshot(tree)
+    assert_one_line(run_shell(tree, "dev/gpu_carry.sh", folder), f"{folder}: holds something else")
+    assert snapshot(tree) == before
+
+
+BAD_NUMBERS = {
+    "RETRY_WAIT_S": ["soon", "-1", "1.5", " ", "1e3", "08", "86401", "99999999999999999999"],
+    "GPUS": ["all", "-1", "0", "1.5", " ", "257", "99999999999999999999"],
+    "STEPS": ["x", "0", "100000000", "99999999999999999999"],
+    "MAX_FAILURES": ["0", "99999999999999999999"],
+    "TOTAL_BATCH": ["0.5M", "0"],
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name in BAD_NUMBERS
+                                         for value in BAD_NUMBERS[name]])
+def test_numbers_from_the_environment_were_not_checked(name: str, value: str, tree: Path) -> None:
+    """RETRY_WAIT_S was found out between two tries, and with a STEPS beyond bash's numbers the run
+    was said to be done."""
+    before = snapshot(tree)
+    done = run_shell(tree, ONE_MACHINE[0], **{"GPUS": 1, name: value})
+    assert_one_line(done, f"{name}={value}: must be a whole number from ")
+    assert snapshot(tree) == before
+
+
+def test_an_empty_setting_is_its_default(tree: Path) -> None:
+    done = run_shell(tree, ONE_MACHINE[0], GPUS=1, RETRY_WAIT_S="", MAX_FAILURES=1, OUTPUT="out")
+    assert_one_line(done, "no new checkpoint after 1 tries")
+    shutil.rmtree(tree / "out")
+    before = snapshot(tree)
+    assert_one_line(run_shell(tree, ONE_MACHINE[0], GPUS=""), "no GPU found here; set GPUS")
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("script, env, part", [
+    (ONE_MACHINE[0], {"GPUS": 1, "OUTPUT": "scripts/lib.sh"}, "OUTPUT=scripts/lib.sh: no folder"),
+    (ONE_MACHINE[0], {"GPUS": 1, "PRICE_PER_GPU_HOUR": "cheap"}, "PRICE_PER_GPU_HOUR=cheap: must"),
+    (MULTI_NODE[0], {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE=all: must be a whole number"),
+    (MULTI_NODE[0], {"GPUS_PER_NODE": "1", "MPIRUN": "none"}, "MPIRUN=none: no such program"),
+    (MULTI_NODE[0], {"HOSTFILE": "dev"}, "HOSTFILE=dev: cannot be read"),
+    *((script, {**SLURM_JOB, name: value}, f"{name}={value}: must be a whole number from ")
+      for script in MULTI_NODE[1:]
+      for name, value in (("GPUS_PER_NODE", "-1"), ("RETRY_WAIT_S", "x"), ("EXIT_WAIT_S", "0"),
+                          ("REQUEUE", "yes"))),
+    (MULTI_NODE[1], {**SLURM_JOB, "PORT": "70000"}, "PORT=70000: must be a whole number from 1"),
+    ("dev/bench/comm.sh", {}, "PROGRAM=: must be the benchmark"),
+    ("dev/bench/comm.sh", {"PROGRAM": "dev"}, "PROGRAM=dev: must be the benchmark"),
+    *(("dev/bench/comm.sh", {"PROGRAM": "/bin/true", "NP": n}, f"NP={n}: must be a whole number")
+      for n in ("0", "x", "-2", "1000")),
+    ("dev/bench/four_gpus.sh", {"STRICT": "yes"}, "STRICT=yes: must be 0 or 1"),
+    ("dev/bench/four_gpus.sh", {}, "0 GPUs here, two are needed"),
+    ("dev/gpu_check.sh", {"CARRY": "none"}, "CARRY=none: no such folder"),
+], ids=str)
+def test_a_bad_variable_was_found_out_late_or_never(
+    script: str, env: dict[str, object], part: str, tree: Path
+) -> None:
+    before = snapshot(tree)
+    assert_one_line(run_shell(tree, script, **env), part)
+    assert snapshot(tree) == before

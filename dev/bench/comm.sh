@@ -5,7 +5,16 @@
 #   NP       processes (default: the GPUs at hand, at most 8, or 2)
 #   OUT      folder for the results (default dev/bench/results; nothing is written without a GPU)
 set -euo pipefail
+if [[ " $* " == *" --help "* && -z ${PROGRAM:-} ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 cd "$(dirname "$0")/../.."
+if [ ! -f "${PROGRAM:-}" ] || [ ! -x "$PROGRAM" ]; then
+    echo "error: PROGRAM=${PROGRAM:-}: must be the benchmark; make bench_comm builds it" >&2
+    exit 1
+fi
+if [[ " $* " == *" --help "* ]]; then exec "$PROGRAM" --help; fi
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 case $gpus in
@@ -14,6 +23,10 @@ case $gpus in
     *) default=$((gpus >= 8 ? 8 : 4)) ;;
 esac
 NP=${NP:-$default}
+if ! [[ $NP =~ ^[1-9][0-9]?$ ]]; then
+    echo "error: NP=$NP: must be a whole number from 1 to 99" >&2
+    exit 1
+fi
 json=()
 if [ "$gpus" -gt 0 ] && [[ " $* " != *" --json "* ]]; then
     OUT=${OUT:-dev/bench/results}

@@ -17,19 +17,37 @@
 #   LLMC_BUILD_DIR  folder of the builds (default build)
 # NCCL_NVLS_ENABLE=0 is kept where it is set: all that is compared runs in this environment.
 set -uo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+esac
 cd "$(dirname "$0")/../.." || exit
 export PATH=$PATH:/usr/local/cuda/bin
 OUT=${OUT:-dev/bench/results}
 LOGS=${LOGS:-build/four_gpus}
 STRICT=${STRICT:-0}
-mkdir -p "$OUT" "$LOGS"
 parts=("$@")
 [ $# -gt 0 ] || parts=(grade equal killed comm scaling)
+for part in "${parts[@]}"; do
+    case $part in
+        grade | equal | killed | comm | scaling) ;;
+        *)
+            echo "error: $part: must be grade, equal, killed, comm or scaling" >&2
+            exit 1
+            ;;
+    esac
+done
+if [ "$STRICT" != 0 ] && [ "$STRICT" != 1 ]; then
+    echo "error: STRICT=$STRICT: must be 0 or 1" >&2
+    exit 1
+fi
 date=$(date -u +%Y-%m-%dT%H%M%SZ)
 summary=()
 failed=0
 
-gpus=$(nvidia-smi -L | grep -c '^GPU')
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 if [ "$gpus" -lt 2 ]; then
     echo "error: $gpus GPUs here, two are needed" >&2
     exit 1
@@ -37,7 +55,8 @@ fi
 nvidia-smi -L
 env | grep '^NCCL_' | sort
 
-. dev/gpu_variables.sh
+. dev/gpu_variables.sh || exit 1
+mkdir -p "$OUT" "$LOGS" || exit 1
 build=${LLMC_BUILD_DIR:-build}
 find_bf16() {
     bf16=$build/cuda-bf16-cudnn
@@ -102,10 +121,6 @@ for part in "${parts[@]}"; do
             step "scaling" python3 dev/bench/scaling.py --trainer "$bf16/train_gpt2cu" --no-plain \
                 --works d12 d12-262144 d48 --out "$OUT" ${COMMIT:+--commit "$COMMIT"} \
                 "${strict[@]}"
-            ;;
-        *)
-            echo "error: $part: must be grade, equal, killed, comm or scaling" >&2
-            exit 1
             ;;
     esac
 done

@@ -45,7 +45,9 @@ source scripts/multi_node/slurm.sh
 mpirun_command() {
     local nodes=1 slots="" variables flags name
     if [ -n "$HOSTFILE" ]; then
-        [ -r "$HOSTFILE" ] || fail "HOSTFILE=$HOSTFILE: cannot be read"
+        if [ ! -f "$HOSTFILE" ] || [ ! -r "$HOSTFILE" ]; then
+            fail "HOSTFILE=$HOSTFILE: cannot be read"
+        fi
         nodes=$(grep -cE '^[[:space:]]*[^#[:space:]]' "$HOSTFILE") || fail "$HOSTFILE: no hosts"
         slots=$(sed -n 's/^[^#]*[[:space:]]slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | sort -u)
         [[ $slots != *$'\n'* ]] || fail "$HOSTFILE: all hosts must have the same number of slots"
@@ -55,8 +57,10 @@ mpirun_command() {
         GPUS_PER_NODE=$(job_gpus_per_node)
     fi
     : "${GPUS_PER_NODE:=$(gpus_here)}"
-    [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
-        fail "GPUS_PER_NODE=$GPUS_PER_NODE: no GPUs found; set it to the processes of each host"
+    [ "$GPUS_PER_NODE" != 0 ] ||
+        fail "no GPUs found; set GPUS_PER_NODE to the processes of each host"
+    check_number GPUS_PER_NODE 1 256
+    command -v "$MPIRUN" >/dev/null || fail "MPIRUN=$MPIRUN: no such program"
     read -ra flags <<<"$MPIRUN_FLAGS"
     mpirun=("$MPIRUN" -np $((nodes * GPUS_PER_NODE)) --map-by "ppr:$GPUS_PER_NODE:node"
         --bind-to none ${HOSTFILE:+--hostfile "$HOSTFILE"} "${flags[@]}")

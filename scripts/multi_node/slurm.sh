@@ -85,9 +85,12 @@ start_with_srun() {
 prepare_slurm_job() {
     [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a Slurm job: sbatch $0"
     GPUS_PER_NODE=$(job_gpus_per_node)
-    [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
-        fail "GPUS_PER_NODE=$GPUS_PER_NODE: no GPUs found; ask Slurm for some (--gpus-per-node)," \
-            "or set GPUS_PER_NODE"
+    [ "$GPUS_PER_NODE" != 0 ] ||
+        fail "no GPUs found; ask Slurm for some (--gpus-per-node), or set GPUS_PER_NODE"
+    check_number GPUS_PER_NODE 1 256
+    check_number EXIT_WAIT_S 1 86400  # srun takes 0 for ever
+    check_number REQUEUE 0 1
+    [ -z "${PORT:-}" ] || check_number PORT 1 65535
     check_settings
     trainer_command
     say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $GPUS_PER_NODE processes a node"
