@@ -19,7 +19,7 @@ TEXT = CPP | {".py", ".sh", ".mk", ".awk", ".md", ".txt", ".sbatch"}
 TEXT_NAMES = {"Makefile", "run", "grade"}
 ASSERT = re.compile(r"\bassert\s*\(")
 # These use the default stream; llmc/cuda_common.h says why a run has no use for it.
-DEFAULT_STREAM = re.compile(r"\bcuda(Memcpy|Memset)\(")
+DEFAULT_STREAM = re.compile(r"\bcuda(Memcpy|Memset)(?!\w*Async)\w*\(")
 # Spelt so that this file does not contain what it forbids.
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 

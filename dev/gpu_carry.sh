@@ -17,11 +17,13 @@ if [ $# -gt 1 ] || [[ $folder == -* ]]; then
     echo "error: $*: must be one folder; --help shows what there is" >&2
     exit 1
 fi
-# It is removed first, so it must be what an earlier run has made, or nothing.
-others() { find "$folder/" -mindepth 1 -maxdepth 1 ! -name include ! -name lib; }
-if [ -e "$folder" ] && { [ ! -d "$folder" ] || [ -n "$(others)" ]; }; then
-    echo "error: $folder: holds something else; must be a new folder, or an earlier run's" >&2
-    exit 1
+# Its include and lib are removed first, so it must be what an earlier run has made, or nothing.
+mark=$folder/made_by_gpu_carry
+if [ -e "$folder" ] && [ ! -f "$mark" ]; then
+    if [ ! -d "$folder" ] || [ -n "$(ls -A "$folder")" ]; then
+        echo "error: $folder: holds something else; must be a new folder, or an earlier run's" >&2
+        exit 1
+    fi
 fi
 
 # Prints the folder of a header, or of a library, that the compiler finds.
@@ -35,8 +37,9 @@ library() {
     echo "$path"
 }
 
-rm -rf "$folder"
+rm -rf "$folder/include" "$folder/lib"
 mkdir -p "$folder/include" "$folder/lib"
+touch "$mark"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

@@ -33,23 +33,28 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
 }
 
 // Copies `count` elements between pageable host memory and the device, on `stream`, which is not the
-// default stream, and done when they return. What other streams are doing they do not wait for.
+// default stream. Both functions return once the copy is done, and do not wait for other streams. Throw
+// Error naming the call's place when a CUDA call fails.
 //
 // cudaMemcpy and cudaMemset, which use the default stream, have no place in a run. Past a certain amount of
 // them, which the 300 at a start of d12 reached, all kernels of all graphs take longer to follow one another,
-// for the rest of the process: on an H200 with CUDA 13.0 and driver 580 by 0.14 us each, 0.5 to 1.2 % of a
-// step of d12 at -b 4 (dev/bench/README.md).
+// for the rest of the process: on an H200 with CUDA 13.0 and driver 580 by 0.14 us each, some 0.6 % of a step
+// of d12 at -b 4 (dev/bench/README.md).
 template <class T>
-void copy_to_device(T* to, const T* from, size_t count, cudaStream_t stream) {
+void copy_to_device(T* to, const T* from, size_t count, cudaStream_t stream,
+                    const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (count == 0) return;
-    cuda_check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream));
-    cuda_check(cudaStreamSynchronize(stream));
+    const size_t bytes = count * sizeof(T);
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), file, line);
+    cuda_check(cudaStreamSynchronize(stream), file, line);
 }
 template <class T>
-void copy_to_host(T* to, const T* from, size_t count, cudaStream_t stream) {
+void copy_to_host(T* to, const T* from, size_t count, cudaStream_t stream,
+                  const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (count == 0) return;
-    cuda_check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToHost, stream));
-    cuda_check(cudaStreamSynchronize(stream));
+    const size_t bytes = count * sizeof(T);
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), file, line);
+    cuda_check(cudaStreamSynchronize(stream), file, line);
 }
 
 // Owns a stream that does not wait for the default one.

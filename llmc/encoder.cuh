@@ -105,7 +105,7 @@ __device__ inline G* gradient_row(const EncoderBackward<T, G>& p, int token) {
     return p.dwte + static_cast<size_t>(token) * p.C;
 }
 
-// Loads kParts vectors from `from` on, and stores at `to` what they hold plus x, with one rounding.
+// Loads kParts vectors from `from` on.
 template <class G, int kParts>
 __device__ inline void load_row(Packed128<G> (&row)[kParts], const G* from, int count,
                                 bool vector) {
@@ -115,6 +115,7 @@ __device__ inline void load_row(Packed128<G> (&row)[kParts], const G* from, int 
         row[i] = load_group(from + i * kWidth, count - i * kWidth, vector);
     }
 }
+// Stores at `to` what `row` holds plus x, with one rounding.
 template <class G, int kParts, int kCount>
 __device__ inline void store_sum(G* to, const Packed128<G> (&row)[kParts], const float (&x)[kCount],
                                  int count, bool vector) {
@@ -225,8 +226,8 @@ __device__ inline void add_up_place(const EncoderBackward<T, G>& p, int t, int c
     }
 }
 
-// Blocks (place or piece, range of channels); a thread has one group of channels. Places come first, which
-// are all alike.
+// Blocks (place or piece, range of channels); a thread has one group of channels. Places come first; they all
+// take the same time.
 template <int kPiece, class T, class G>
 __global__ void __launch_bounds__(kEncoderThreads)
     encoder_backward_kernel(EncoderBackward<T, G> p) {
@@ -276,9 +277,9 @@ __device__ inline void add_up_terms(float (&sum)[kMergeWidth], const EncoderBack
     }
 }
 
-// Blocks (pieces, range of channels): finishes the tokens whose runs begin in the pieces, one for each warp,
-// and go on after them. A warp adds up to eight terms in order. Of more, warp w of the block adds terms w,
-// w + 8, ..., and then the warps' sums are added in order.
+// Blocks (eight pieces, range of channels). Each warp has one piece and finishes the token whose run begins
+// there and goes on in later pieces: it adds up to eight terms in order. Of more, warp w of the block adds
+// terms w, w + 8, ..., and then the warps' sums are added in order.
 template <int kPiece, class T, class G>
 __global__ void __launch_bounds__(kEncoderThreads)
     encoder_backward_merge_kernel(EncoderBackward<T, G> p) {

@@ -32,9 +32,9 @@ constexpr int kNormBlocks = 8;   // a multiprocessor, in two waves
 constexpr int kNormVectors = 8;  // in flight in a thread
 template <class G>
 constexpr int kNormPiece = kNormThreads* kNormVectors* Packed128<G>::kSize;
+// The longest chunk that one warp takes.
 template <class G>
-constexpr size_t kNormShort =
-    kWarpSize* kNormVectors* Packed128<G>::kSize;  // the longest, of a warp
+constexpr size_t kNormShort = kWarpSize* kNormVectors* Packed128<G>::kSize;
 constexpr int kDecideThreads = 256;
 // Losses and chunk sums that one block copies to shared memory; 45 KB, below what any GPU has.
 constexpr size_t kDecideStaged = 5760;

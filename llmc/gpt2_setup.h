@@ -272,8 +272,8 @@ inline void gpt2_plan_memory(GPT2* model, const MultiGpuConfig& multi_gpu) {
     memory.add("step", "losses, norms, tables", &model->norm_chunks, model->num_chunks);
 }
 
-// Memory, streams, and what is the same for every run. Like everything here that fills memory, this
-// uses main_stream: cudaDeviceSynchronize before others read.
+// Memory, streams, and what is the same for every run. Like everything here that fills memory, this uses
+// main_stream, and has finished when it returns.
 inline void gpt2_allocate(GPT2* model, const MultiGpuConfig& multi_gpu) {
     // LLMC_POISON fills memory with NaN first, so that a test can show that nothing is read unwritten.
     const bool poison = std::getenv("LLMC_POISON") != nullptr;

@@ -138,6 +138,26 @@ def test_a_missed_target_counts_where_strict_is_given(
     assert record_in(tmp_path / "out")["table"][0]["met"] == (limit > 0)
 
 
+def test_medians_beside_pytorch_were_over_fewer_steps_than_asked_for(
+    fp32: Trainer, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(args: object, work: str, *rest: object) -> dict:
+        asked.append(rest[-2])
+        return {"tokens_per_second": 1.0, "median_ms": 1.0, "min_ms": 1.0, "max_ms": 1.0,
+                "memory_gib": 1.0, "losses": []}
+
+    monkeypatch.setattr(compare_torch, "find_torch", lambda: "python3")
+    monkeypatch.setattr(compare_torch, "run_torch", run)
+    monkeypatch.setattr(compare_torch, "run_trainer", run)
+    args = compare_torch.parse_arguments([
+        "--cpu", "--trainer", str(fp32.binary), "--data", str(tokens), "--works", "d12-b4",
+        "--steps", "20", "--warmup", "5"])
+    compare_torch.compare_speed(args, "NVIDIA H200")
+    assert asked == [25, 25, 25]
+
+
 def test_the_ratio_is_to_the_faster_pytorch(
     fp32: Trainer, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

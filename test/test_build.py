@@ -418,3 +418,29 @@ def test_a_debugger_has_the_terminal(tmp_path: Path) -> None:
     )
     assert "('value', 42)" in result.stdout, result.stdout
     assert "FAILED test_x.py::test_value\n" in result.stdout
+
+
+# ------------------------------------------------------------------------------------- dev/check.py
+
+
+@pytest.mark.parametrize("file, line, found", [
+    ("llmc/x.cuh", "cudaMemcpy(to, from, 4, kind);", True),
+    ("llmc/x.cuh", "cuda_check(cudaMemset(to, 0, 4));", True),
+    ("llmc/x.cuh", "cudaMemcpyToSymbol(to, from, 4);", True),
+    ("train_gpt2.cu", "cudaMemcpy2D(to, 4, from, 4, 4, 4, kind);", True),
+    ("llmc/x.cuh", "cudaMemcpyAsync(to, from, 4, kind, stream);", False),
+    ("llmc/x.cuh", "cudaMemcpy2DAsync(to, 4, from, 4, 4, 4, kind, stream);", False),
+    ("llmc/x.cuh", "// cudaMemcpy(...) uses the default stream.", False),
+    ("llmc/cpu/x.h", "cudaMemcpy(to, from, 4, kind);", False),
+    ("test/gpu/x.cu", "cudaMemcpy(to, from, 4, kind);", False),
+])
+def test_300_copies_on_the_default_stream_slowed_all_graphs_down(
+    file: str, line: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPO_ROOT / "dev"))
+    import check
+
+    monkeypatch.chdir(tmp_path)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(line + "\n")
+    assert bool(check.check_text(Path(file))) == found

@@ -269,8 +269,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args()
-    if "torch" in args.parts and args.steps <= args.warmup:
-        parser.error("--steps must be more than --warmup")
     check_out(parser, args.out)
     args.out = args.out.resolve()
     args.gpus = 2 if args.cpu else count_gpus()

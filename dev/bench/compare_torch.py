@@ -170,10 +170,11 @@ def run_torch_ways(args: argparse.Namespace, work: str) -> dict:
     """PyTorch's results by the way it was run; without graphs where those fail, which is said."""
     if args.torch is None:
         return {}
-    ways = {"compiled": run_torch(args, work, args.steps, [])}
+    steps = args.warmup + args.steps
+    ways = {"compiled": run_torch(args, work, steps, [])}
     if work in WITH_GRAPHS_TOO:
         try:
-            ways["cuda graphs"] = run_torch(args, work, args.steps, ["--cuda-graphs"])
+            ways["cuda graphs"] = run_torch(args, work, steps, ["--cuda-graphs"])
         except SystemExit as failure:
             print(f"warning: {work} without CUDA graphs: {failure}", file=sys.stderr)
     return ways
@@ -195,7 +196,8 @@ def compare_speed(args: argparse.Namespace, gpu: str) -> dict:
         print(NO_TORCH)
     results = {}
     for work in args.works:
-        ours = run_trainer(args, work, work_of(args, work)[0], args.steps, [])
+        steps = args.warmup + args.steps
+        ours = run_trainer(args, work, work_of(args, work)[0], steps, [])
         ways = run_torch_ways(args, work)
         for result in (ours, *ways.values()):
             del result["losses"]
@@ -278,14 +280,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer", help="default: ./train_gpt2cu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--data", help="token file (default: random tokens)")
-    parser.add_argument("--steps", type=whole_number(1), default=20)
-    parser.add_argument("--warmup", type=whole_number(0), default=5,
-                        help="steps left out of the median")
+    parser.add_argument("--steps", type=whole_number(1), default=20, help="steps that count")
+    parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them")
     parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
-    if args.steps <= args.warmup:
-        parser.error("--steps must be more than --warmup")
     check_out(parser, args.out)
     settle_trainer(parser, args)
     args.torch = find_torch()
