@@ -183,6 +183,53 @@ inline std::vector<int> nodes_by_rank(int num_processes, int gpus_per_node) {
     return nodes;
 }
 
+// Calls `action` on a thread of its own once it has lived for so many seconds.
+class AfterSeconds {
+  public:
+    AfterSeconds(double seconds, std::function<void()> action)
+        : watch_([this, seconds, action = std::move(action)] {
+              std::unique_lock<std::mutex> lock(mutex_);
+              const auto is_done = [this] { return is_done_; };
+              if (!done_.wait_for(lock, std::chrono::duration<double>(seconds), is_done)) action();
+          }) {}
+    AfterSeconds(const AfterSeconds&) = delete;
+    AfterSeconds& operator=(const AfterSeconds&) = delete;
+    ~AfterSeconds() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            is_done_ = true;
+        }
+        done_.notify_all();
+        watch_.join();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable done_;
+    bool is_done_ = false;
+    std::thread watch_;  // last: it reads the others
+};
+
+// While one of these lives, its process looks for the others by tcp or fs. Says so on stderr after half a
+// minute: a process that is rank 0 because -pr was forgotten would else wait without a word.
+class StartNotice {
+  public:
+    StartNotice(const MultiGpuConfig& config, const std::string& where, double limit_s)
+        : notice_(
+              kSeconds, [rank = config.process_rank, size = config.num_processes, where, limit_s] {
+                  const std::string others = rank == 0 ? "the others" : "rank 0";
+                  std::fprintf(
+                      stderr,
+                      "note: this process is rank %d of %d (-pr, -pn) and waits for %s at %s, up "
+                      "to %g s (LLMC_INIT_TIMEOUT_S)\n",
+                      rank, size, others.c_str(), where.c_str(), limit_s);
+              }) {}
+
+  private:
+    static constexpr double kSeconds = 30;
+    AfterSeconds notice_;
+};
+
 }  // namespace detail
 
 // Waits for all other ranks, and sends them `id`; `self` describes rank 0. Throws Error naming those that
@@ -202,6 +249,7 @@ inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::strin
     const double limit = detail::init_limit();
     const std::string what = format("-ps %s -pp %d", server_ip.c_str(), port);
     const detail::StartData own = detail::make_start_data(*config);
+    const detail::StartNotice notice(*config, what, limit);
     ncclUniqueId id = own.id;
     if (config->process_rank == 0) {
         PeerServer server(server_ip, port, detail::job_token(), what);
@@ -221,6 +269,7 @@ inline ncclUniqueId get_nccl_id_via_tcp(MultiGpuConfig* config, const std::strin
 inline ncclUniqueId get_nccl_id_via_fs(MultiGpuConfig* config, const std::string& fs_path) {
     const double limit = detail::init_limit();
     const detail::StartData own = detail::make_start_data(*config);
+    const detail::StartNotice notice(*config, id_file::flag(fs_path), limit);
     ncclUniqueId id = own.id;
     unsigned char bytes[kIdBytes];
     if (config->process_rank == 0) {
@@ -291,11 +340,7 @@ inline void mpi_check(int status, const char* what) {
 class MpiLimit {
   public:
     MpiLimit(double limit_s, std::string what)
-        : watch_([this, limit_s, what = std::move(what)] {
-              std::unique_lock<std::mutex> lock(mutex_);
-              const bool in_time = done_.wait_for(lock, std::chrono::duration<double>(limit_s),
-                                                  [this] { return is_done_; });
-              if (in_time) return;
+        : limit_(limit_s, [limit_s, what = std::move(what)] {
               std::fflush(stdout);
               if (what.empty()) std::_Exit(1);
               std::fprintf(stderr,
@@ -304,22 +349,9 @@ class MpiLimit {
                            kProgramName, what.c_str(), limit_s);
               std::_Exit(1);
           }) {}
-    MpiLimit(const MpiLimit&) = delete;
-    MpiLimit& operator=(const MpiLimit&) = delete;
-    ~MpiLimit() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            is_done_ = true;
-        }
-        done_.notify_all();
-        watch_.join();
-    }
 
   private:
-    std::mutex mutex_;
-    std::condition_variable done_;
-    bool is_done_ = false;
-    std::thread watch_;  // last: it reads the others
+    AfterSeconds limit_;
 };
 
 // Whether a launcher that speaks MPI has started this process. Without one MPI_Init would start a

@@ -179,6 +179,15 @@ def test_nccl_289_582_three_of_four_ranks(lab: Lab, bf16: Trainer, way: str) -> 
     assert sorted(run.errors) == [0, 1, 3], f"{run}"
 
 
+def test_a_rank_0_that_forgot_its_number_waited_without_a_word(lab: Lab, bf16: Trainer) -> None:
+    env = {"LLMC_INIT_TIMEOUT_S": "31"}
+    run = run_ranks(bf16, 2, "tcp", lab.args(6, {"-x": 3}), lab.folder, only=[0], env=env)
+    note, error = run.errors[0]
+    assert re.match(r"note: this process is rank 0 of 2 \(-pr, -pn\) and waits for the others at "
+                    r"-ps \S+ -pp \d+, up to 31 s", note), run
+    assert "rank 1 of 2 did not arrive" in error, run
+
+
 @pytest.mark.parametrize("way", ["tcp", "fs"])
 def test_a_rank_that_dies_while_others_are_awaited(lab: Lab, bf16: Trainer, way: str) -> None:
     """Started again, it takes its place; if not, it is named beside the missing one."""
