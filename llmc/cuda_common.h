@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "llmc/error.h"
 
@@ -36,10 +37,10 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
 // default stream. Both functions return once the copy is done, and do not wait for other streams. Throw
 // Error naming the call's place when a CUDA call fails.
 //
-// cudaMemcpy and cudaMemset, which use the default stream, have no place in a run. Past a certain amount of
-// them, which the 300 at a start of d12 reached, all kernels of all graphs take longer to follow one another,
-// for the rest of the process: on an H200 with CUDA 13.0 and driver 580 by 0.14 us each, some 0.6 % of a step
-// of d12 at -b 4 (dev/bench/README.md).
+// A run calls neither cudaMemcpy nor cudaMemset, which use the default stream (`make check` refuses them). Once
+// a process has made some 300 such calls, as the start of d12 used to, every kernel of every graph begins
+// later after the one before, until the process ends: on an H200 with CUDA 13.0 and driver 580 by 0.14 us,
+// 0.35 ms of the 57 ms that a step of d12 takes at -b 4 (dev/bench/README.md).
 template <class T>
 void copy_to_device(T* to, const T* from, size_t count, cudaStream_t stream,
                     const char* file = __builtin_FILE(), int line = __builtin_LINE()) {

@@ -90,7 +90,7 @@ struct EncoderBackward {
     const int* order;
     size_t rows;  // batch * length
     int batch, length, C;
-    bool accumulate;  // in dwpe; dwte always is
+    bool accumulate;  // in dwpe; dwte always is added to: the LM head's gradient is there
     bool vector;
 };
 
@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(kEncoderThreads)
         add_floats(gradient_row(p, token) + column, sum, count, p.vector);
     };
     float sum[kMergeWidth];
-    const size_t own_terms = terms_from<kPiece>(p, own_piece);
-    wait_for_first_kernel();
+    const size_t own_terms = terms_from<kPiece>(p, own_piece);  // reads tokens and order alone
+    wait_for_first_kernel();                                    // which writes partial and dwte
     if (own_terms > 0 && own_terms <= kEncoderWarps) {
         add_up_terms(sum, p, own_piece, own_terms, 0, 1, column);
         if (count > 0) add_to_row(own_piece, sum);

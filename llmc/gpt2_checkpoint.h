@@ -95,7 +95,7 @@ inline std::vector<std::string> compare_state_headers(const StateHeader& mine,
     std::vector<std::string> notes;
     if (mine.max_width != saved.max_width) {
         notes.push_back(
-            format("-rw %d: the checkpoint was made with -rw %d, so the bits will differ "
+            format("-rw %d: the checkpoint was made with -rw %d, so the bits may differ "
                    "from a run without the restart",
                    mine.max_width, saved.max_width));
     }

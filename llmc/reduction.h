@@ -82,14 +82,17 @@ struct TreeNode {
     }
 };
 
-// Buffer that the backward pass of local slot `slot` writes to.
+// Buffer that the backward pass of local slot `slot` writes to: spare 0 where the slot waits for its
+// neighbour, which then is the right operand of their node.
 inline int slot_target(const ReductionPlan& plan, int slot) {
     return slot % 2 == 0 && plan.slots_per_rank() > 1 ? 0 : kGradients;
 }
 
 // The row of nodes to add up once local slot `slot` is complete, in order: as many as `slot` has trailing
 // ones. All of a row leave their sums in the buffer that its last one must, so that each is overwritten in
-// the cache by the next, and only the last goes to memory.
+// the cache by the next, and only the last goes to memory. Of 8 slots, number 3 (binary 011) has two nodes:
+// {left 0, right kGradients, out 2}, which is (slot 2 + slot 3), and {left 1, right 2, out 2}, in place,
+// which adds to that the sum of slots 0 and 1.
 inline std::vector<TreeNode> nodes_after_slot(const ReductionPlan& plan, int slot) {
     int levels = 0;
     while ((slot >> levels) & 1) ++levels;

@@ -320,10 +320,10 @@ inline NamedTexts plan_rows(const Run& run) {
     rows.emplace_back("tokens in a step",
                       format("%lld", static_cast<long long>(run.batch.total_tokens)));
     rows.emplace_back("micro-batches in a step",
-                      plan.canonical
-                          ? format("%d, width %d, %d slots a process", plan.num_micro_batches,
-                                   plan.width, plan.slots_per_rank())
-                          : format("%d, one slot", plan.num_micro_batches));
+                      plan.canonical ? format("%d, width %d of at most %d, %d slots a process",
+                                              plan.num_micro_batches, plan.width,
+                                              options.reduction_width, plan.slots_per_rank())
+                                     : format("%d, one slot", plan.num_micro_batches));
     if (!plan.canonical) rows.emplace_back("no tree", plan.why_not);
     rows.emplace_back("processes", format("%d, ZeRO stage %d", run.multi_gpu.num_processes,
                                           run.multi_gpu.zero_stage));
