@@ -40,6 +40,11 @@ ssize_t pread_all(Pread&& pread, void* out, size_t bytes, uint64_t offset) {
     return static_cast<ssize_t>(done);
 }
 
+inline bool is_folder(const std::string& path) {
+    struct stat status;
+    return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
 // A regular file open for reading. Reads do not move a file position, so threads may share one.
 class InputFile {
   public:

@@ -104,9 +104,10 @@ inline ModelConfig choose_model(Run& run) {
         }
     }
     const std::optional<ModelConfig> named = parse_model_name(options.model);
-    if (!named && !is_file(options.model)) {
+    if (!named && (!is_file(options.model) || is_folder(options.model))) {
         throw Error("-e " + printable(options.model) +
-                    ": no such file; expected a model file, or a model such as d12");
+                    (is_file(options.model) ? ": a folder" : ": no such file") +
+                    "; expected a model file, or a model such as d12");
     }
     return named ? *named : ModelFile(options.model).config();
 }

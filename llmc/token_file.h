@@ -25,7 +25,7 @@ constexpr int32_t kTokenFileVersion = 1;
 
 // Files that match `pattern` (glob(3): * ? [...]), sorted by the bytes of their names whatever the
 // locale. A file whose own name is the pattern counts too, brackets and all. `flag` ("-i") is named
-// in the Error when there is none.
+// in the Error when there is none, or a folder.
 inline std::vector<std::string> expand_pattern(const std::string& pattern,
                                                const std::string& flag) {
     glob_t found{};
@@ -43,6 +43,11 @@ inline std::vector<std::string> expand_pattern(const std::string& pattern,
     std::sort(files.begin(), files.end(), [](const std::string& a, const std::string& b) {
         return std::strcmp(a.c_str(), b.c_str()) < 0;
     });
+    const auto folder = std::find_if(files.begin(), files.end(), is_folder);
+    if (folder != files.end()) {
+        throw Error(format("%s %s: %s is a folder; expected token files", flag.c_str(),
+                           printable(pattern).c_str(), printable(*folder).c_str()));
+    }
     return files;
 }
 

@@ -274,6 +274,14 @@ def test_missing_file(fp32: Trainer, work: Workplace, flag: str) -> None:
     refuse(fp32, work, work.args({flag: missing, "-v": 1, "-o": work.out}), str(missing))
 
 
+@pytest.mark.parametrize("flag", ["-i", "-j", "-e"])
+def test_a_folder_was_not_a_regular_file_of_no_flag(
+    fp32: Trainer, work: Workplace, flag: str
+) -> None:
+    (work.folder / "data").mkdir()
+    refuse(fp32, work, work.args({flag: work.folder / "data", "-v": 1}), flag, "data", "a folder")
+
+
 @pytest.mark.parametrize("flag", ["-i", "-j"])
 def test_pattern_that_matches_nothing(fp32: Trainer, work: Workplace, flag: str) -> None:
     pattern = work.folder / "shard_*.bin"
