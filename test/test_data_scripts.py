@@ -610,18 +610,8 @@ def test_tinystories(encoder: common.Gpt2Encoder, cache: Path, tmp_path: Path) -
     results = []
     for number, (inputs, workers) in enumerate([(files, 1), ([archive], 2)]):
         out = tmp_path / f"out{number}"
-        done = run_script(
-            "data/tinystories.py",
-            "--input",
-            *inputs,
-            "--out",
-            out,
-            "--cache",
-            cache,
-            "--workers",
-            workers,
-            offline=True,
-        )
+        options = ["--out", out, "--cache", cache, "--workers", workers]
+        done = run_script("data/tinystories.py", "--input", *inputs, *options, offline=True)
         assert done.returncode == 0, done
         results.append(
             [common.read_token_file(out / f"TinyStories_{s}.bin") for s in ("val", "train")]
@@ -697,12 +687,8 @@ def test_fineweb_edu_name_and_bad_input(cache: Path, tmp_path: Path) -> None:
     options = ["--cache", cache, "--workers", 1, "--edu", "--out", tmp_path / "out"]
     done = run_script("data/fineweb.py", "--input", file, *options, "--shard-size", 3)
     assert done.returncode == 0, done
-    assert np.concatenate(read_shards(tmp_path / "out", "edu_fineweb")).tolist() == [
-        50256,
-        3198,
-        3188,
-        13,
-    ]
+    shards = read_shards(tmp_path / "out", "edu_fineweb")
+    assert np.concatenate(shards).tolist() == [50256, 3198, 3188, 13]
     options[-1] = tmp_path / "bad"
     file.write_text('{"text": "One document."}\n{"words": 3}\n')
     done = run_script("data/fineweb.py", "--input", file, *options)
@@ -711,6 +697,29 @@ def test_fineweb_edu_name_and_bad_input(cache: Path, tmp_path: Path) -> None:
     assert_one_line_error(done, "a.csv", ".parquet or .jsonl")
     done = run_script("data/fineweb.py", "--input", file, *options, "--shard-size", "0")
     assert_one_line_error(done, "--shard-size", "'0'")
+
+
+def test_another_file_of_the_same_name_was_nothing_to_do(cache: Path, tmp_path: Path) -> None:
+    out, files = tmp_path / "out", [tmp_path / "b.jsonl", tmp_path / "other" / "b.jsonl"]
+    files[1].parent.mkdir()
+    for file, number in zip(files, "12"):
+        file.write_text(f'{{"text": "Document {number}."}}\n')
+    options = ["--shard-size", 2, "--out", out, "--cache", cache, "--workers", 1]
+    assert run_script("data/fineweb.py", "--input", files[0], *options).returncode == 0
+    done = run_script("data/fineweb.py", "--input", files[1], *options)
+    assert_one_line_error(done, "--input b.jsonl: not the file of this name", f"--out {out}")
+    progress = json.loads((out / "progress.json").read_text())
+    del progress["contents"]  # as earlier versions wrote it
+    (out / "progress.json").write_text(json.dumps(progress))
+    assert "nothing to do" in run_script("data/fineweb.py", "--input", files[0], *options).stdout
+
+
+def test_input_without_documents_was_done_and_finished(cache: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "b.jsonl", tmp_path / "out"
+    file.write_text("\n\n")
+    done = run_script("data/fineweb.py", "--input", file, "--out", out, "--cache", cache)
+    assert_one_line_error(done, f"{file}: no documents in it")
+    assert not out.exists()
 
 
 def test_fineweb_parquet(encoder: common.Gpt2Encoder, cache: Path, tmp_path: Path) -> None:

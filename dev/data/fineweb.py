@@ -31,6 +31,7 @@ from common import (
     add_encoding_options,
     add_worker_option,
     encode_in_worker,
+    file_sha256,
     np,
     open_text,
     ordered_map,
@@ -49,11 +50,12 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True)
 class Source:
-    """One input file: its name, and how to get it onto the disk."""
+    """One input file: its name, and how to get it onto the disk; `content` of --input's files."""
 
     name: str
     fetch: Callable[[], Path]
     downloaded: bool
+    content: dict[str, int | str] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,22 @@ def hub_source(file: HubFile, folder: Path) -> Source:
     return Source(file.name, partial(download, file.url, path, sha256=file.sha256), True)
 
 
+def local_source(path: Path) -> Source:
+    """A file of --input; its name alone would not tell it from one in another folder."""
+    content = {"size": path.stat().st_size, "sha256": file_sha256(path)}
+    return Source(path.name, partial(Path, path), False, content)
+
+
 class ShardWriter:
     """Cuts a stream of tokens into shards, and notes after each one where the stream stands."""
 
     def __init__(
-        self, out: Path, prefix: str, size: int, limit: int | None, names: list[str]
+        self, out: Path, prefix: str, size: int, limit: int | None, sources: list[Source]
     ) -> None:
         self.out, self.prefix, self.size, self.limit = out, prefix, size, limit
+        names = [source.name for source in sources]
         self._identity = {"prefix": prefix, "shard_size": size, "files": names}
+        self._contents = [source.content for source in sources]
         self._writer: TokenFileWriter | None = None
         self.shard = 0
 
@@ -139,6 +149,8 @@ class ShardWriter:
         try:
             same = progress["made_from"] == self._identity
             position, finished = Position(**progress["position"]), progress["finished"]
+            # Earlier versions noted names alone: their shards are taken by these.
+            noted = list(progress.get("contents", self._contents))
         except (KeyError, TypeError):
             raise DataError(
                 f"{self.out / PROGRESS_FILE}: not written by this script;"
@@ -149,8 +161,15 @@ class ShardWriter:
                 f"--out {self.out}: holds shards made from other files or with another"
                 " --shard-size; delete the folder or choose another"
             )
+        for name, before, now in zip(self._identity["files"], noted, self._contents):
+            if before and now and before != now:
+                raise DataError(
+                    f"--input {name}: not the file of this name that the shards in --out {self.out}"
+                    " were made from; delete the folder or choose another"
+                )
         self.shard = position.shard
-        return None if finished or self.full else position
+        # Earlier versions took input without documents for done.
+        return None if (finished and self.shard) or self.full else position
 
     def add(self, tokens: np.ndarray, file: int, piece: int, start: int) -> None:
         """Adds tokens[start:], which are those of one piece of one file."""
@@ -165,6 +184,11 @@ class ShardWriter:
             if self._writer.count == self.size:
                 self._finish_shard(Position(self.shard + 1, file, piece, start), False)
 
+    @property
+    def empty(self) -> bool:
+        """True when there has been no token yet."""
+        return self.shard == 0 and self._writer is None
+
     def finish(self, file: int) -> None:
         """Closes the last, shorter shard and notes that all is done."""
         self._finish_shard(Position(self.shard + (self._writer is not None), file), True)
@@ -177,7 +201,12 @@ class ShardWriter:
             tqdm.write(f"wrote {self._writer.path}: {self._writer.count} tokens")
             self._writer = None
         self.shard = position.shard
-        note = {"made_from": self._identity, "position": vars(position), "finished": finished}
+        note = {
+            "made_from": self._identity,
+            "contents": self._contents,
+            "position": vars(position),
+            "finished": finished,
+        }
         write_json(self.out / PROGRESS_FILE, note)
 
     def abort(self) -> None:
@@ -227,6 +256,9 @@ def tokenise(
             while not writer.full:
                 result = next(results, None)
                 if result is None:
+                    if writer.empty:
+                        where = ", ".join(map(str, args.input or [args.out / "parquet"]))
+                        raise DataError(f"{where}: no documents in it")
                     writer.finish(len(sources))
                     return
                 file, piece, documents, tokens = result
@@ -290,7 +322,7 @@ def parse_arguments() -> argparse.Namespace:
 def list_sources(args: argparse.Namespace) -> list[Source]:
     """The input files: --input's, or those of the published sample."""
     if args.input:
-        return [Source(path.name, partial(Path, path), False) for path in args.input]
+        return [local_source(path) for path in args.input]
     repo = "HuggingFaceFW/fineweb-edu" if args.edu else "HuggingFaceFW/fineweb"
     files = list_hub_files(repo, f"sample/{args.sample}", ".parquet")
     print(f"{repo} {args.sample}: {len(files)} files, {sum(f.size for f in files) / 1e9:.0f} GB")
@@ -301,8 +333,7 @@ def main() -> None:
     """Downloads and tokenises file by file."""
     args = parse_arguments()
     sources = list_sources(args)
-    names = [source.name for source in sources]
-    writer = ShardWriter(args.out, args.prefix, args.shard_size, args.max_shards, names)
+    writer = ShardWriter(args.out, args.prefix, args.shard_size, args.max_shards, sources)
     tokenise(sources, writer, require_ranks(args.cache), args)
 
 
