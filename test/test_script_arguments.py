@@ -187,6 +187,47 @@ def test_a_missing_input_file_was_found_out_when_its_turn_came(name: str, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name, option, value, part", [
+    *((name, option, value, "expected a folder, and ")
+      for name in ("fineweb", "hellaswag", "tinyshakespeare", "tinystories")
+      for option in ("--out", "--cache") for value in ("file", "file/x")),
+    ("tinyshakespeare", "--tokenizer", "folder", "a folder, expected a file"),
+    ("tinyshakespeare", "--tokenizer", "file/x.bin", "expected a file in a folder, and file is"),
+])
+def test_a_place_that_cannot_be_was_said_without_its_option(
+    name: str, option: str, value: str, part: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    before = snapshot(tmp_path)
+    words = [] if option == "--out" else ["--out", "out"]
+    done = run_python(f"data/{name}.py", *words, option, value, cwd=tmp_path)
+    assert_one_line(done, f"{option} {value}: ", part)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["fineweb", "hellaswag", "tinystories"])
+def test_a_file_given_twice_was_both_validation_and_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"story": "One."}]')
+    (tmp_path / "link.json").symlink_to("a.json")
+    for again in ("a.json", "./a.json", tmp_path / "a.json", "link.json"):
+        done = run_python(f"data/{name}.py", "--input", "a.json", again, "--out", "out",
+                          cwd=tmp_path)
+        assert_one_line(done, "the same file as a.json; expected each file once")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive"])
+def test_what_is_no_archive_of_stories_was_five_lines(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.tar.gz"
+    path.write_bytes(content)
+    code = ("import sys, pathlib, tinystories as t; "
+            "t.run_script(lambda: list(t.read_archive(pathlib.Path(sys.argv[1]))))")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True,
+                          cwd=REPO_ROOT / "dev" / "data", timeout=60)
+    assert_one_line(done, f"{path}: not a readable tar archive (")
+
+
 def test_a_tool_without_its_package_is_one_line(tmp_path: Path) -> None:
     done = run_python("plot_log.py", "main.log", cwd=tmp_path, packages=False)
     assert_one_line(done, "'matplotlib' is missing", "pip install matplotlib")

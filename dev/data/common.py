@@ -429,15 +429,41 @@ class Parser(argparse.ArgumentParser):
                 f"error: Python package '{missing_package}' is missing;"
                 f" run: {sys.executable} -m pip install numpy requests tiktoken tqdm"
             )
+        for option in ("out", "cache"):
+            if getattr(args, option, None) is not None:
+                self.check_folder(f"--{option}", getattr(args, option))
         return args
 
+    def check_folder(self, option: str, folder: Path, file: Path | None = None) -> None:
+        """An error when it is not a folder, and cannot be made; `file` is to be in it."""
+        given, wanted = (file, "a file in a folder") if file else (folder, "a folder")
+        there = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+        if not there.is_dir():
+            self.error(f"{option} {given}: expected {wanted}, and {there} is none")
+        if there != folder and not os.access(there, os.W_OK):
+            self.error(f"{option} {given}: expected {wanted}, and {there} cannot be written to")
+
+    def check_output_file(self, option: str, path: Path) -> None:
+        """An error when it is a folder, or when its own folder cannot be made."""
+        if path.is_dir():
+            self.error(f"{option} {path}: a folder, expected a file")
+        self.check_folder(option, path.parent, path)
+
     def check_input(self, paths: Iterable[Path]) -> None:
-        """An error for the first of --input's files that is not there or is a folder."""
+        """An error for the first of --input's files that is not there, is a folder or is repeated.
+
+        Text that stands twice would be in both validation and training.
+        """
+        seen: dict[tuple[int, int], Path] = {}
         for path in paths:
             if not path.exists():
                 self.error(f"--input {path}: no such file")
             if path.is_dir():
                 self.error(f"--input {path}: a folder, expected a file")
+            status = path.stat()
+            first = seen.setdefault((status.st_dev, status.st_ino), path)
+            if first is not path:
+                self.error(f"--input {path}: the same file as {first}; expected each file once")
 
 
 def add_encoding_options(parser: Parser) -> None:

@@ -159,6 +159,7 @@ def parse_arguments() -> argparse.Namespace:
     add_encoding_options(parser)
     args = parser.parse_args()
     parser.check_input([args.input] if args.input else [])
+    parser.check_output_file("--tokenizer", args.tokenizer)
     return args
 
 

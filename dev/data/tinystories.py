@@ -10,7 +10,9 @@ Each story is preceded by <|endoftext|>.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -60,8 +62,10 @@ def read_archive(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if member is None:
                     raise DataError(f"{path}: {name} is not a plain file")
                 yield name, parse_stories(member.read(), f"{path}: {name}")
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a readable tar archive ({error})") from None
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        # tarfile's text goes on with a line for each way of compression that it has tried.
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise DataError(f"{path}: not a readable tar archive ({reason})") from None
 
 
 def read_sources(paths: list[Path]) -> Iterator[tuple[str, list[str]]]:
