@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(BENCH))
 import bench  # noqa: E402
 import bench_cpu  # noqa: E402
 import compare_torch  # noqa: E402
+import scaling  # noqa: E402
 from random_tokens import write_random_tokens  # noqa: E402
 
 FIGURES = {"tok/s": {"layers, fp32, 1 rank": 1000.0}, "ms": {"gelu_forward, fp32": 2.0}}
@@ -107,12 +109,66 @@ def test_a_trainer_that_is_not_there(script: str, tmp_path: Path) -> None:
 def test_a_part_that_fails_leaves_the_others_and_gives_status_1(
     tokens: Path, tmp_path: Path
 ) -> None:
+    trainer = tmp_path / "trainer"
+    trainer.write_text("#!/bin/sh\ncase $* in *--dry-run) exit 1 ;; esac\necho 'step 1/1'\n")
+    trainer.chmod(0o755)
+    result = run_script("bench.py", "--cpu", "--trainer", trainer, "--data", tokens,
+                        "--parts", "memory", "validation", "start", "--out", tmp_path / "out")
+    assert result.returncode == 1
+    record = record_in(tmp_path / "out")
+    assert list(record["parts"]) == ["start"]
+    assert record["failed"] == {"memory": f"{trainer} ended with status 1"}
+    assert "make bench builds it" in record["left_out"]["validation"]
+
+
+def test_a_run_in_which_every_part_failed_left_a_file(tokens: Path, tmp_path: Path) -> None:
     result = run_script("bench.py", "--cpu", "--trainer", "false", "--data", tokens,
                         "--parts", "memory", "validation", "start", "--out", tmp_path)
-    assert result.returncode == 1
-    record = record_in(tmp_path)
-    assert record["failed"] == {part: "false ended with status 1" for part in ("memory", "start")}
-    assert "make bench builds it" in record["left_out"]["validation"]
+    assert result.returncode == 1 and "nothing was measured" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_on_the_cpu_started_the_gpus_trainer(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tmp_path / "train_gpt2cpu"
+    trainer.write_text("#!/bin/sh\n")
+    trainer.chmod(0o755)
+    monkeypatch.setattr(compare_torch, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--cpu", "--data", str(tokens)])
+    assert bench.parse_arguments().trainer == "./train_gpt2cpu"
+
+
+@pytest.mark.parametrize("module", [scaling, compare_torch])
+def test_out_was_ignored_on_the_cpu(
+    module: ModuleType, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO_ROOT)
+    monkeypatch.setattr(scaling, "measure_work", lambda args, work: {
+        "canonical": {}, "plain": {}, "share_of_linear": {}, "canonical_cost": {}})
+    monkeypatch.setattr(compare_torch, "compare_speed", lambda args, gpu: {})
+    words = ["--cpu", "--trainer", "true", "--data", str(tokens)]
+    for out in ([], ["--out", str(tmp_path / "out")]):
+        monkeypatch.setattr(sys, "argv", ["script", *words, *out])
+        module.main()
+        assert (tmp_path / "out").exists() == bool(out)
+    assert record_in(tmp_path / "out")["command"].endswith(" --out " + str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("script", [
+    "bench.py", "bench_cpu.py", "compare_torch.py", "profile_step.py", "scaling.py"])
+def test_data_that_is_no_token_file_was_the_trainers_error(script: str, tmp_path: Path) -> None:
+    words = ["--trainer", "/bin/true"] if script != "bench_cpu.py" else []
+    words += ["--library", "/bin/true"] if script == "profile_step.py" else []
+    words += ["--cpu"] if script in ("bench.py", "compare_torch.py", "scaling.py") else []
+    (tmp_path / "text").write_text("First Citizen: " * 100)
+    (tmp_path / "short").write_bytes((20240520).to_bytes(4, "little"))
+    for name, part in (("none", "no such file"), (".", "no such file"),
+                       ("text", "not a token file"), ("short", "not a token file")):
+        result = run_script(script, *words, "--data", tmp_path / name)
+        assert result.returncode == 2, result
+        line = result.stderr.splitlines()[-1]
+        assert f"--data {tmp_path / name}: {part}" in line and "expected" in line, result
 
 
 @pytest.mark.parametrize("limit, strict, status", [(60, True, 0), (0, True, 1), (0, False, 0)])
@@ -209,14 +265,14 @@ def test_bench_cpu_on_a_tiny_model(
     [(1.0, None, 0), (0.92, None, 0), (0.88, None, 1), (1.5, None, 0), (1.0, "another", "error")],
 )
 def test_bench_cpu_compares_with_an_earlier_run_of_this_machine(
-    change: float, cpu: str | None, status: object, fp32: Trainer, tmp_path: Path,
+    change: float, cpu: str | None, status: object, fp32: Trainer, tokens: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
 ) -> None:
     """Speeds go by `change`, where milliseconds go the other way."""
     now = {"tok/s": {name: value * change for name, value in FIGURES["tok/s"].items()},
            "ms": {name: value / change for name, value in FIGURES["ms"].items()}}
     monkeypatch.setattr(bench_cpu, "measure", lambda args: FIGURES)
-    words = ["bench_cpu.py", "--data", "unused", "--out", str(tmp_path)]
+    words = ["bench_cpu.py", "--data", str(tokens), "--out", str(tmp_path)]
     words += ["--build-dir", str(fp32.binary.parents[1])]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
@@ -243,3 +299,20 @@ def test_bench_cpu_takes_no_other_files(fp32: Trainer, tmp_path: Path) -> None:
                         "--build-dir", fp32.binary.parents[1])
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
     assert "not a file of this script" in result.stderr
+
+
+@pytest.mark.parametrize("path, part", [
+    ("none.json", "no such file"), (".", "no such file"), ("x.json", "not a file of this script")])
+def test_compare_printed_an_exception(path: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    for precision in bench_cpu.PRECISIONS:
+        trainer = tmp_path / f"cpu-{precision}" / "train_gpt2cpu"
+        trainer.parent.mkdir()
+        trainer.touch()
+        trainer.chmod(0o755)
+    result = run_script("bench_cpu.py", "--compare", tmp_path / path, "--build-dir", tmp_path,
+                        "--out", tmp_path)
+    assert result.returncode == (1 if path == "x.json" else 2), result
+    line = result.stderr.splitlines()[-1]
+    assert f"--compare {tmp_path / path}: {part}" in line and "expected" in line, result
+    assert "Error(" not in result.stderr

@@ -7,8 +7,9 @@
 Parts: torch (beside PyTorch, compare_torch.py), scaling (several GPUs beside one, scaling.py), comm
 (bandwidth beside NCCL's own calls, comm.sh), start (seconds to the first step's line), validation
 (its speed beside the forward pass alone, forward.cu), memory (beside llm.c). What the machine lacks
-is said and left out. One table at the end, and one JSON file in dev/bench/results/. Ends with
-status 1 when a part fails, or when --strict is given and a target is missed.
+is said and left out. One table at the end, and one JSON file in dev/bench/results/, unless no part
+was measured. Ends with status 1 when a part fails, or when --strict is given and a target is
+missed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from typing import Callable
 
 import compare_torch
 import scaling
-from compare_torch import MEMORY_LINE, ROOT, check_out, machine_record, save, settle_trainer
-from random_tokens import VOCAB, whole_number, write_random_tokens
+from compare_torch import (
+    MEMORY_LINE, RESULTS, ROOT, check_out, machine_record, save, settle_trainer
+)
+from random_tokens import VOCAB, check_data, whole_number, write_random_tokens
 from ranks import count_gpus
 
 TOKENS = 1 << 23
@@ -253,7 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--works", nargs="+", choices=works, help="of torch and scaling")
-    parser.add_argument("--trainer", default="./train_gpt2cu")
+    parser.add_argument("--trainer", help="default: ./train_gpt2cu; with --cpu ./train_gpt2cpu")
     parser.add_argument("--trainer-args", default="-r 0", help="for torch and scaling")
     parser.add_argument("--forward-program", default="", help="bench_forward, as make builds it")
     parser.add_argument("--comm-program", default="", help="bench_comm, likewise")
@@ -265,12 +268,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=whole_number(1), default=200,
                         help="of one validation")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
-    parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args()
     check_out(parser, args.out)
     args.out = args.out.resolve()
+    check_data(parser, args.data, ROOT)
     args.gpus = 2 if args.cpu else count_gpus()
     if args.gpus > 0:
         settle_trainer(parser, args)
@@ -311,7 +315,10 @@ def main() -> None:
             print(f"{part}: {kind.replace('_', ' ')}: {why}")
     if args.cpu:
         print("a small model on the CPU: no figure here says anything about a GPU")
-    save(args.out, "cpu-trial" if args.cpu else "bench", record)
+    if record["parts"]:
+        save(args.out, "cpu-trial" if args.cpu else "bench", record)
+    else:
+        print("nothing was measured: no result file is written")
     if record["failed"] or (args.strict and not table.all_met()):
         sys.exit(1)
 

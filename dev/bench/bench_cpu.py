@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from compare_torch import ROOT, STEP_LINE, check_out, machine_record, run, save
-from random_tokens import whole_number, write_random_tokens
+from random_tokens import check_data, whole_number, write_random_tokens
 from ranks import JobError, run_job
 
 TOKENS = 1 << 20
@@ -82,8 +82,11 @@ def read_earlier(path: Path, record: dict) -> dict:
         earlier = json.loads(path.read_text())
         figures = {unit: earlier["figures"][unit] for unit in ("tok/s", "ms")}
         machine = (earlier["cpu"], earlier["cores"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"error: --compare {path}: not a file of this script: {error!r}") from None
+    except OSError as error:
+        raise SystemExit(f"error: --compare {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise SystemExit(f"error: --compare {path}: not a file of this script; expected what an "
+                         "earlier run wrote, cpu-DATE.json") from None
     here = (record["cpu"], record["cores"])
     if machine != here:
         raise SystemExit(f"error: --compare {path}: measured on {machine[0]}, {machine[1]} cores; "
@@ -127,6 +130,9 @@ def parse_arguments() -> argparse.Namespace:
     if not 0 <= args.margin < 1:
         parser.error(f"--margin {args.margin}: must be at least 0 and below 1")
     check_out(parser, args.out)
+    check_data(parser, args.data)
+    if args.compare is not None and not args.compare.is_file():
+        parser.error(f"--compare {args.compare}: no such file; expected an earlier run's")
     args.build_dir = args.build_dir.resolve()
     args.trainer = args.build_dir / "cpu-fp32" / "train_gpt2cpu"
     for precision in PRECISIONS:

@@ -31,9 +31,10 @@ import time
 from pathlib import Path
 from typing import Sequence
 
-from random_tokens import whole_number, write_random_tokens
+from random_tokens import check_data, whole_number, write_random_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "dev" / "bench" / "results"
 SEQ = 1024
 TOKENS = 1 << 23
 # Name: model, sequences in a micro-batch, tokens in a step.
@@ -51,6 +52,7 @@ REFERENCE_GPU, REFERENCE_MARGIN = "H200", 0.03
 REFERENCE = {"d12": 535700, "d12-b4": 241800, "d24": 196700, "d48": 50300}
 STEP_LINE = re.compile(r"^step .*\| loss (\S+) .*\| ([\d.]+) ms \|", re.MULTILINE)
 MEMORY_LINE = re.compile(r"^\| sum .*\| +([\d.]+) \|$", re.MULTILINE)
+OUT_HELP = "folder for the JSON file (default: dev/bench/results; with --cpu: none is written)"
 NO_TORCH = "no PyTorch with CUDA in this python3: its columns are missing"
 LOSS_WORK, START_STEPS, LOSS_STEPS, LOSS_WARMUP_STEPS = "d12-b4", 50, 100, 20
 
@@ -263,6 +265,14 @@ def settle_trainer(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--trainer {args.trainer}: no such program; make {default} builds one")
 
 
+def settle_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """The default of --out, and whether to write there: with --cpu only where it was given."""
+    args.keep = args.out is not None or not args.cpu
+    args.out = args.out or RESULTS
+    check_out(parser, args.out)
+    args.out = args.out.resolve()
+
+
 def check_out(parser: argparse.ArgumentParser, folder: Path) -> None:
     """An error when nothing can be written there: before the measurement, not behind it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -277,15 +287,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--losses", action="store_true", help="compare losses instead of speed")
     parser.add_argument("--bound", type=float, default=0.02, help="for two losses of one step")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
-    parser.add_argument("--trainer", help="default: ./train_gpt2cu")
+    parser.add_argument("--trainer", help="default: ./train_gpt2cu; with --cpu ./train_gpt2cpu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--data", help="token file (default: random tokens)")
     parser.add_argument("--steps", type=whole_number(1), default=20, help="steps that count")
     parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them")
-    parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
-    check_out(parser, args.out)
+    settle_out(parser, args)
+    check_data(parser, args.data, ROOT)
     settle_trainer(parser, args)
     args.torch = find_torch()
     return args
@@ -301,8 +312,8 @@ def main() -> None:
     record = machine_record(args)
     kind = "losses" if args.losses else "speed"
     record[kind] = compare_losses(args) if args.losses else compare_speed(args, record["gpu"])
-    if not args.cpu:
-        save(args.out, f"torch-{kind}", record)
+    if args.keep:
+        save(args.out, "cpu-trial" if args.cpu else f"torch-{kind}", record)
     if args.losses and not record[kind]["within"]:
         sys.exit(1)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Mapping, Sequence
 
 from compare_torch import STEP_LINE, machine_record
-from random_tokens import whole_number, write_random_tokens
+from random_tokens import check_data, whole_number, write_random_tokens
 from ranks import JobError, count_gpus, plan_row, run_job
 
 TOKENS = 1 << 23
@@ -479,6 +479,7 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"{option} {file}: not found; `make profile` builds it")
     if not os.access(args.trainer, os.X_OK):
         parser.error(f"--trainer {args.trainer}: must be a program")
+    check_data(parser, args.data)
     if args.ranks > 1 and args.ranks > (gpus := count_gpus()):
         parser.error(f"--ranks {args.ranks}: at most one a GPU, and there are {gpus}")
     for option, path in (("--keep", args.keep), ("--json", args.json)):

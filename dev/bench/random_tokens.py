@@ -33,6 +33,25 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def check_data(parser: argparse.ArgumentParser, data: str | None, root: Path = Path()) -> None:
+    """An error when --data, as seen from `root`, is not a token file; None is for random tokens."""
+    if data is None:
+        return
+    path = root / data
+    if not path.is_file():
+        parser.error(f"--data {data}: no such file; expected a token file"
+                     + ("" if path == Path(data) else f", and {path} was looked for"))
+    try:
+        with open(path, "rb") as file:
+            header = file.read(4 * HEADER_INTS)
+    except OSError as error:
+        parser.error(f"--data {data}: {error.strerror}")
+    magic = int.from_bytes(header[:4], "little")
+    if len(header) < 4 * HEADER_INTS or magic != TOKEN_MAGIC:
+        parser.error(f"--data {data}: not a token file; expected one that starts with a header of "
+                     f"{HEADER_INTS} int32 and magic {TOKEN_MAGIC}")
+
+
 def write_random_tokens(path: Path, count: int, vocab: int = VOCAB) -> Path:
     """Writes `count` tokens, always the same ones, and returns the path."""
     try:  # here, so that --help of all scripts goes without

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Sequence
 
 from compare_torch import (
-    MEMORY_LINE, ROOT, STEP_LINE, check_out, machine_record, save, settle_trainer
+    MEMORY_LINE, OUT_HELP, ROOT, STEP_LINE, machine_record, save, settle_out, settle_trainer
 )
-from random_tokens import whole_number, write_random_tokens
+from random_tokens import check_data, whole_number, write_random_tokens
 from ranks import Ended, Job, JobError, count_gpus, run_job
 
 SEQ = 1024
@@ -195,7 +195,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--counts", nargs="+", type=int, choices=SIZES, help="numbers of GPUs")
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="leave out -rw 1")
     parser.add_argument("--each", action="store_true", help="every GPU by itself as well")
-    parser.add_argument("--trainer", help="default: ./train_gpt2cu")
+    parser.add_argument("--trainer", help="default: ./train_gpt2cu; with --cpu ./train_gpt2cpu")
     parser.add_argument("--trainer-args", default="", help="more flags for it, such as '-r 0'")
     parser.add_argument("--way", choices=["mpi", "tcp", "fs"],
                         default="mpi" if shutil.which("mpirun") else "tcp")
@@ -204,13 +204,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=whole_number(0), default=5, help="steps before them")
     parser.add_argument("--turns", type=whole_number(1), default=1, help="runs of each setting")
     parser.add_argument("--commit", help="what to record where the tree came without .git")
-    parser.add_argument("--out", type=Path, default=ROOT / "dev" / "bench" / "results")
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--cpu", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(words)
     if args.way == "mpi" and not shutil.which("mpirun"):
         parser.error("--way mpi: there is no mpirun here; expected tcp or fs")
-    check_out(parser, args.out)
+    settle_out(parser, args)
+    check_data(parser, args.data, ROOT)
     settle_trainer(parser, args)
     if args.counts is None:
         gpus = 2 if args.cpu else count_gpus()
@@ -238,8 +239,8 @@ def main() -> None:
         bound = f"at least {target['least']}" if "least" in target else f"at most {target['most']}"
         print(f"{'met' if target['met'] else 'NOT MET':8}{target['value']:.4f}, {bound}: "
               f"{target['what']}")
-    if not args.cpu:
-        save(args.out, "scaling", record)
+    if args.keep:
+        save(args.out, "cpu-trial" if args.cpu else "scaling", record)
     if args.strict and not all(target["met"] for target in targets):
         sys.exit(1)
 
