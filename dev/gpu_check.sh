@@ -34,8 +34,8 @@ done
 summary=()
 failed=0
 
-. dev/gpu_variables.sh || exit 1
-mkdir -p "$LOGS" || exit 1
+. dev/gpu_variables.sh LOGS || exit 1
+mkdir -p -- "$LOGS" || exit 1
 
 # The folder of a build, given its make variables.
 folder() {

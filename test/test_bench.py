@@ -4,7 +4,9 @@ tested here."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from helpers import REPO_ROOT, Trainer
+from helpers import REPO_ROOT, Trainer, snapshot
 
 BENCH = REPO_ROOT / "dev" / "bench"
 sys.path.insert(0, str(BENCH))
@@ -316,3 +318,54 @@ def test_compare_printed_an_exception(path: str, part: str, tmp_path: Path) -> N
     line = result.stderr.splitlines()[-1]
     assert f"--compare {tmp_path / path}: {part}" in line and "expected" in line, result
     assert "Error(" not in result.stderr
+
+
+# -------------------------------------------------------------------------------- dev/gpu_check.sh
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Path:
+    """A copy of dev/, and in stubs/ tools that do nothing."""
+    shutil.copytree(REPO_ROOT / "dev", tmp_path / "dev",
+                    ignore=shutil.ignore_patterns("results", "__pycache__", "*.bin"))
+    (tmp_path / "stubs").mkdir()
+    for tool in ("make", "python3"):
+        (tmp_path / "stubs" / tool).write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "stubs" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    for tool in (tmp_path / "stubs").iterdir():
+        tool.chmod(0o755)
+    return tmp_path
+
+
+def run_check(tree: Path, script: str, **env: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("CARRY", "COMMIT", "LOGS", "OUT", "STRICT")}
+    environment["PATH"] = f"{tree / 'stubs'}:{os.environ['PATH']}"
+    return subprocess.run([str(tree / script)], capture_output=True, text=True, cwd=tree,
+                          env={**environment, **env}, timeout=60)
+
+
+@pytest.mark.parametrize("script, name, value, part", [
+    ("dev/gpu_check.sh", "LOGS", "dev/check.py", "must be a folder to write to"),
+    ("dev/gpu_check.sh", "LOGS", "dev/check.py/x/y", "must be a folder to write to"),
+    ("dev/bench/four_gpus.sh", "LOGS", "dev/check.py", "must be a folder to write to"),
+    ("dev/bench/four_gpus.sh", "OUT", "dev/check.py/x", "must be a folder to write to"),
+    ("dev/gpu_check.sh", "CARRY", "dev", "must be a folder that dev/gpu_carry.sh has made"),
+])
+def test_a_folder_of_the_gpu_checks_was_found_out_late(
+    script: str, name: str, value: str, part: str, checked: Path
+) -> None:
+    before = snapshot(checked)
+    done = run_check(checked, script, **{name: value})
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {name}={value}: {part}"), done
+    assert done.stderr.count("\n") == 1 and snapshot(checked) == before
+
+
+def test_a_carried_folder_with_or_without_the_mark_is_taken(checked: Path) -> None:
+    for names in (["include", "lib"], ["made_by_gpu_carry", "notes"]):
+        for name in names:
+            (checked / "carry").mkdir(exist_ok=True)
+            (checked / "carry" / name).touch()
+        done = run_check(checked, "dev/gpu_check.sh", CARRY="carry", LOGS="new/logs")
+        assert "CARRY" not in done.stderr and (checked / "new" / "logs").is_dir(), done
+        shutil.rmtree(checked / "new")

@@ -55,8 +55,8 @@ fi
 nvidia-smi -L
 env | grep '^NCCL_' | sort
 
-. dev/gpu_variables.sh || exit 1
-mkdir -p "$OUT" "$LOGS" || exit 1
+. dev/gpu_variables.sh OUT LOGS || exit 1
+mkdir -p -- "$OUT" "$LOGS" || exit 1
 build=${LLMC_BUILD_DIR:-build}
 find_bf16() {
     bf16=$build/cuda-bf16-cudnn
