@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 1558M, 10 billion tokens of FineWeb, on the GPUs of one machine.
 # Ends when the last step's checkpoint is there; started again, it goes on from the newest one.
+# Data: .venv/bin/python dev/data/fineweb.py && .venv/bin/python dev/data/hellaswag.py
 # Every setting can come from the environment: GPUS=4 OUTPUT=/big/disk/run scripts/run_gpt2_1558M.sh
 #
 # Cost on H200: about 50.5 hours x GPUs, at 55,000 tokens/s on each

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 774M, 10 billion tokens of FineWeb, on the GPUs of one machine.
 # Ends when the last step's checkpoint is there; started again, it goes on from the newest one.
+# Data: .venv/bin/python dev/data/fineweb.py && .venv/bin/python dev/data/hellaswag.py
 # Every setting can come from the environment: GPUS=4 OUTPUT=/big/disk/run scripts/run_gpt2_774M.sh
 #
 # Cost on H200: about 26.5 hours x GPUs, at 105,000 tokens/s on each. This size was not measured:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-3 125M, 300 billion tokens of FineWeb, on the GPUs of one machine.
 # Ends when the last step's checkpoint is there; started again, it goes on from the newest one.
+# Data, with .venv/bin/python: dev/data/fineweb.py --sample 100BT and dev/data/hellaswag.py
 # Every setting can come from the environment: GPUS=4 OUTPUT=/big/disk/run scripts/run_gpt3_125M.sh
 #
 # Cost on H200: about 138.9 hours x GPUs, at 600,000 tokens/s on each; 4.6 for 10 billion tokens

@@ -2,6 +2,7 @@
 # GPT-2 124M on several machines by OpenMPI's mpirun: over a host file, within an allocation of
 # Slurm (salloc or sbatch), or on this machine alone.
 #   HOSTFILE=hosts scripts/multi_node/run_gpt2_124M_mpi.sh
+# Data: .venv/bin/python dev/data/fineweb.py && .venv/bin/python dev/data/hellaswag.py
 # Settings can come from the environment. More settings: scripts/lib.sh. See docs/multi_node.md.
 # shellcheck disable=SC2317  # start is called by its name
 set -euo pipefail
