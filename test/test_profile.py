@@ -24,6 +24,7 @@ sys.path.insert(0, str(REPO_ROOT / "dev" / "bench"))
 
 import profile_step  # noqa: E402
 from profile_step import Limits, Model  # noqa: E402
+from random_tokens import write_random_tokens  # noqa: E402
 
 RECORDING = REPO_ROOT / "test" / "profile_recording.tsv"
 MODEL = Model(layers=2, channels=64, padded_vocab=50304, parameters=10_000, weight_bytes=2,
@@ -155,9 +156,10 @@ def test_the_trainers_flags_follow_and_the_report_is_written(tmp_path: Path) -> 
     trainer = tmp_path / "trainer"
     trainer.write_text(TRAINER)
     trainer.chmod(0o755)
+    tokens = write_random_tokens(tmp_path / "x.bin", 100)
     result = subprocess.run(
         [sys.executable, "dev/bench/profile_step.py", "--trainer", str(trainer), "--library",
-         str(trainer), "--data", "x.bin", "--json", str(tmp_path / "report.json"), "-b", "4",
+         str(trainer), "--data", str(tokens), "--json", str(tmp_path / "report.json"), "-b", "4",
          "-ge", "-1", "--steps", "2", "--warmup", "4"],
         cwd=REPO_ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

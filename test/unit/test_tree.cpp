@@ -281,6 +281,7 @@ TEST(TreeAdd, BadArgumentsAreRefused) {
     const TreeRange<float> unlike[] = {{x, x, x, 2}, {x, x, x, 1}};
     EXPECT_THROW(cpu::tree_add(unlike, 2, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::tree_add(unlike, 1, 2, nullptr));
+    cudaDeviceSynchronize();  // else it may write to x after this test has returned
     EXPECT_THROW(cpu::copy_list<float>(nullptr, 1, nullptr), Error);
     EXPECT_NO_THROW(cpu::copy_list<float>(nullptr, 0, nullptr));
 }
