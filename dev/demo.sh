@@ -3,16 +3,11 @@
 # Shakespeare, trains a small GPT-2, prints its losses and a sample, draws demo/loss.png. Ends with
 # status 1 when the validation loss did not fall below LOSS_GOAL.
 set -euo pipefail
-case ${1:-} in
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
-    ?*)
-        echo "error: $1: unknown; this script takes no arguments but --help" >&2
-        exit 1
-        ;;
-esac
+. "$(dirname "$0")/help.sh"
+if [ -n "${1:-}" ]; then
+    echo "error: $1: unknown; this script takes no arguments but --help" >&2
+    exit 1
+fi
 cd "$(dirname "$0")/.."
 
 MODEL=custom:L4C128H4T64

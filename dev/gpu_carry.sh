@@ -5,12 +5,7 @@
 # The libraries are static and need nothing newer than this machine's glibc. Installs nothing here
 # but what `make setup` does.
 set -euo pipefail
-case ${1:-} in
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
-esac
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 folder=${1:-.carry}
 if [ $# -gt 1 ] || [[ $folder == -* ]]; then

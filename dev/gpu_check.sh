@@ -11,12 +11,7 @@
 #   LOGS    folder for what the parts print (default build/gpu_check)
 #   CARRY, COMMIT   see dev/gpu_variables.sh
 set -uo pipefail
-case ${1:-} in
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
-esac
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.." || exit
 export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
 LOGS=${LOGS:-build/gpu_check}

@@ -5,12 +5,7 @@
 # are left out where the distribution does not have them, and REQUIREMENTS, more Python packages for
 # .venv, where pip cannot install them. Tools and .venv are checked here.
 set -euo pipefail
-case ${1:-} in
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
-esac
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
 fail() {

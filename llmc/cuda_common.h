@@ -33,6 +33,14 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
                        cudaGetErrorString(status), file, line));
 }
 
+// What the next two have in common.
+inline void copy_and_wait(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                          cudaStream_t stream, const char* file, int line) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream), file, line);
+    cuda_check(cudaStreamSynchronize(stream), file, line);
+}
+
 // Copies `count` elements between pageable host memory and the device, on `stream`, which is not the
 // default stream. Both functions return once the copy is done, and do not wait for other streams. Throw
 // Error naming the call's place when a CUDA call fails.
@@ -44,18 +52,12 @@ inline void cuda_check(cudaError_t status, const char* file = __builtin_FILE(),
 template <class T>
 void copy_to_device(T* to, const T* from, size_t count, cudaStream_t stream,
                     const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    if (count == 0) return;
-    const size_t bytes = count * sizeof(T);
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), file, line);
-    cuda_check(cudaStreamSynchronize(stream), file, line);
+    copy_and_wait(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream, file, line);
 }
 template <class T>
 void copy_to_host(T* to, const T* from, size_t count, cudaStream_t stream,
                   const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-    if (count == 0) return;
-    const size_t bytes = count * sizeof(T);
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), file, line);
-    cuda_check(cudaStreamSynchronize(stream), file, line);
+    copy_and_wait(to, from, count * sizeof(T), cudaMemcpyDeviceToHost, stream, file, line);
 }
 
 // Owns a stream that does not wait for the default one.

@@ -273,10 +273,16 @@ def settle_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     args.out = args.out.resolve()
 
 
+def place_to_write(folder: Path) -> tuple[Path, bool]:
+    """The folder, or the nearest above it that is there, and whether one can write in it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return there, there.is_dir() and os.access(there, os.W_OK)
+
+
 def check_out(parser: argparse.ArgumentParser, folder: Path) -> None:
     """An error when nothing can be written there: before the measurement, not behind it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    there, writable = place_to_write(folder)
+    if not writable:
         parser.error(f"--out {folder}: expected a folder to write to, and {there} is none")
 
 

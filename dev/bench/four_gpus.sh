@@ -17,12 +17,7 @@
 #   LLMC_BUILD_DIR  folder of the builds (default build)
 # NCCL_NVLS_ENABLE=0 is kept where it is set: all that is compared runs in this environment.
 set -uo pipefail
-case ${1:-} in
-    -h | --help)
-        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-        exit 0
-        ;;
-esac
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.." || exit
 export PATH=$PATH:/usr/local/cuda/bin
 OUT=${OUT:-dev/bench/results}

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from compare_torch import STEP_LINE, machine_record
+from compare_torch import STEP_LINE, machine_record, place_to_write
 from random_tokens import check_data, whole_number, write_random_tokens
 from ranks import JobError, count_gpus, plan_row, run_job
 
@@ -490,8 +490,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_file(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
     """An error when it can't be written: before the run, not behind it."""
-    there = next(place for place in path.absolute().parents if place.exists())
-    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+    if path.is_dir() or not place_to_write(path.parent)[1]:
         parser.error(f"{option} {path}: must be a file in a folder to write to")
 
 
