@@ -6,7 +6,8 @@
 # test      the GPU tests
 # many      several GPUs against one (test/test_many_gpus.py)
 # sanitize  compute-sanitizer's memcheck and racecheck over two steps of a small model, with our own
-#           kernels in FP32 and BF16; memcheck with cuDNN, too
+#           kernels in FP32 and BF16, and over the tests of those kernels whose threads meet in
+#           shared memory at sizes that the small model does not have; memcheck with cuDNN, too
 #
 #   LOGS    folder for what the parts print (default build/gpu_check)
 #   CARRY, COMMIT   see dev/gpu_variables.sh
@@ -95,6 +96,13 @@ racecheck() {
     fi
 }
 
+# Kernels of our own alone: racecheck does not follow the barriers of attention's and of cuDNN's
+# kernels for sm_90, and of the classifier's tests one takes minutes.
+kernels() {
+    compute-sanitizer --tool "$1" --error-exitcode 9 "$2" \
+        --gtest_filter='GpuEncoder*:GpuGlobalNorm*:GpuLayernorm*:GpuTree*:GpuGelu*:-*Bandwidth*'
+}
+
 fp32=$(folder PRECISION=FP32 USE_CUDNN=)
 bf16=$(folder PRECISION=BF16)
 own=$(folder PRECISION=BF16 USE_CUDNN=0)
@@ -126,6 +134,11 @@ for part in "${parts[@]}"; do
             for place in "$fp32" "$own"; do
                 step "memcheck $(basename "$place")" memcheck "$place/train_gpt2cu"
                 step "racecheck $(basename "$place")" racecheck "$place/train_gpt2cu"
+            done
+            for place in "$fp32" "$bf16"; do
+                for tool in memcheck racecheck; do
+                    step "$tool kernels $(basename "$place")" kernels $tool "$place/gpu_tests"
+                done
             done
             [ "$bf16" = "$own" ] ||
                 step "memcheck $(basename "$bf16")" memcheck "$bf16/train_gpt2cu"

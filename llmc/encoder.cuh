@@ -2,8 +2,9 @@
 //
 // Bound by memory. Forward: a row of wte read and a row written for each position, wpe from the
 // cache. Backward: dout read twice (once by token, once by position), a row of dwte read and
-// written for each token that occurs. In a graph 87 and 80 % of an H200's copy bandwidth (4.2 TB/s) at
-// 65536 x 768, where both together are 0.1 % of a micro-batch.
+// written for each token that occurs. Of an H200's copy bandwidth (4.2 TB/s), in a graph, 87 and 90 % at
+// 65536 x 768, where both together are 0.1 % of a micro-batch; backward 89 % at 32768 x 1024, 86 % at
+// 16384 x 1600.
 //
 // dwte's sums go by token. The positions sorted by token are cut into pieces of 32, of 16 where they
 // are few, so that the work is spread evenly whatever the tokens are. A token whose positions lie in
@@ -12,7 +13,6 @@
 // number alone.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -26,11 +26,13 @@ namespace llmc {
 // ============================================================================
 // kernels
 
-constexpr int kEncoderThreads = 256;
-constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
 constexpr int kEncoderForwardThreads = 128;  // small blocks, as LayerNorm has them forward
 constexpr int kEncoderForwardWarps = kEncoderForwardThreads / kWarpSize;
-// Places of a piece in the sorted order. A piece is a block: few positions would leave multiprocessors
+constexpr int kEncoderThreads = 64;  // backward; a warp takes a piece or a place
+constexpr int kEncoderWarps = kEncoderThreads / kWarpSize;
+constexpr int kMergeThreads = 256;
+constexpr int kMergeWarps = kMergeThreads / kWarpSize;
+// Places of a piece in the sorted order. A piece is a warp's: few positions would leave multiprocessors
 // without one.
 constexpr int kEncoderPiece = 32, kEncoderSmallPiece = 16;
 constexpr size_t kEncoderFewRows = 16384;
@@ -131,21 +133,23 @@ __device__ inline void store_sum(G* to, const Packed128<G> (&row)[kParts], const
     }
 }
 
-// Sums by token of one piece, for a thread's group of channels from `column` on. A run's row of dwte is
-// loaded along with its rows of dout: one after the other, they took most of the time.
+// Sums by token of one piece, for a thread's group of channels from `column` on; by a whole warp. A run's row of
+// dwte is loaded along with its rows of dout: one after the other, they took most of the time.
 template <int kPiece, class T, class G>
 __device__ inline void add_up_piece(const EncoderBackward<T, G>& p, unsigned piece, int column) {
     constexpr int kWidth = Packed128<T>::kSize;
     // Of the piece's places, and the tokens of these, the one before and the one after.
-    __shared__ int position_of[kPiece], token_of[kPiece + 2];
+    __shared__ int positions[kEncoderWarps][kPiece], tokens[kEncoderWarps][kPiece + 2];
+    int* position_of = positions[threadIdx.x / kWarpSize];
+    int* token_of = tokens[threadIdx.x / kWarpSize];
     const size_t begin = size_t{piece} * kPiece;
     const int places = static_cast<int>(min(p.rows - begin, static_cast<size_t>(kPiece)));
-    for (int i = threadIdx.x; i < places + 2; i += blockDim.x) {
+    for (int i = threadIdx.x % kWarpSize; i < places + 2; i += kWarpSize) {
         // Before place 0 the unsigned number wraps round, where there is no token either.
         token_of[i] = token_at(p, begin + i - 1);
         if (i < places) position_of[i] = p.order[begin + i];
     }
-    __syncthreads();
+    __syncwarp();
 
     const int count = p.C - column;
     if (count <= 0) return;
@@ -226,18 +230,20 @@ __device__ inline void add_up_place(const EncoderBackward<T, G>& p, int t, int c
     }
 }
 
-// Blocks (place or piece, range of channels); a thread has one group of channels. Places come first; they all
-// take the same time.
+// Blocks (two places or pieces, range of channels). A warp has one place or piece and as many channels as its
+// lanes hold: all work on one range before the next, so that what the places have read is in the cache when
+// the pieces read it again. Places come first; they all take the same time.
 template <int kPiece, class T, class G>
 __global__ void __launch_bounds__(kEncoderThreads)
-    encoder_backward_kernel(EncoderBackward<T, G> p) {
+    encoder_backward_kernel(EncoderBackward<T, G> p, unsigned pieces) {
     let_next_kernel_start();
-    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * Packed128<T>::kSize;
-    const unsigned places = p.length;
-    if (blockIdx.x < places) {
-        add_up_place(p, blockIdx.x, column);
-    } else {
-        add_up_piece<kPiece>(p, blockIdx.x - places, column);
+    const int lane = threadIdx.x % kWarpSize;
+    const int column = (blockIdx.y * kWarpSize + lane) * Packed128<T>::kSize;
+    const unsigned item = blockIdx.x * kEncoderWarps + threadIdx.x / kWarpSize, places = p.length;
+    if (item < places) {
+        add_up_place(p, item, column);
+    } else if (item - places < pieces) {
+        add_up_piece<kPiece>(p, item - places, column);
     }
 }
 
@@ -281,13 +287,13 @@ __device__ inline void add_up_terms(float (&sum)[kMergeWidth], const EncoderBack
 // there and goes on in later pieces: it adds up to eight terms in order. Of more, warp w of the block adds
 // terms w, w + 8, ..., and then the warps' sums are added in order.
 template <int kPiece, class T, class G>
-__global__ void __launch_bounds__(kEncoderThreads)
+__global__ void __launch_bounds__(kMergeThreads)
     encoder_backward_merge_kernel(EncoderBackward<T, G> p) {
-    __shared__ float sums[kEncoderWarps][kMergeWidth][kWarpSize];
-    __shared__ size_t terms_of[kEncoderWarps];
+    __shared__ float sums[kMergeWarps][kMergeWidth][kWarpSize];
+    __shared__ size_t terms_of[kMergeWarps];
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int column = (blockIdx.y * kWarpSize + lane) * kMergeWidth, count = p.C - column;
-    const size_t first_piece = size_t{blockIdx.x} * kEncoderWarps, own_piece = first_piece + warp;
+    const size_t first_piece = size_t{blockIdx.x} * kMergeWarps, own_piece = first_piece + warp;
     const auto add_to_row = [&](size_t piece, const float(&sum)[kMergeWidth]) {
         const int token = token_at(p, piece * kPiece + kPiece - 1);
         add_floats(gradient_row(p, token) + column, sum, count, p.vector);
@@ -295,20 +301,20 @@ __global__ void __launch_bounds__(kEncoderThreads)
     float sum[kMergeWidth];
     const size_t own_terms = terms_from<kPiece>(p, own_piece);  // reads tokens and order alone
     wait_for_first_kernel();                                    // which writes partial and dwte
-    if (own_terms > 0 && own_terms <= kEncoderWarps) {
+    if (own_terms > 0 && own_terms <= kMergeWarps) {
         add_up_terms(sum, p, own_piece, own_terms, 0, 1, column);
         if (count > 0) add_to_row(own_piece, sum);
     }
     if (lane == 0) terms_of[warp] = own_terms;
     __syncthreads();
-    for (int i = 0; i < kEncoderWarps; ++i) {
-        if (terms_of[i] <= kEncoderWarps) continue;
-        add_up_terms(sum, p, first_piece + i, terms_of[i], warp, kEncoderWarps, column);
+    for (int i = 0; i < kMergeWarps; ++i) {
+        if (terms_of[i] <= kMergeWarps) continue;
+        add_up_terms(sum, p, first_piece + i, terms_of[i], warp, kMergeWarps, column);
 #pragma unroll
         for (int k = 0; k < kMergeWidth; ++k) sums[warp][k][lane] = sum[k];
         __syncthreads();
         if (warp == 0 && count > 0) {
-            for (int w = 1; w < kEncoderWarps; ++w) {
+            for (int w = 1; w < kMergeWarps; ++w) {
 #pragma unroll
                 for (int k = 0; k < kMergeWidth; ++k) sum[k] += sums[w][k][lane];
             }
@@ -343,16 +349,15 @@ inline bool has_few_rows(size_t rows) {
 
 template <int kPiece>
 void launch_encoder_backward(const EncoderBackward<floatX, gradX>& p, cudaStream_t stream) {
-    const int groups = ceil_div(p.C, Packed128<floatX>::kSize);
-    const int threads = std::min(kEncoderThreads, ceil_div(groups, kWarpSize) * kWarpSize);
     const unsigned pieces = static_cast<unsigned>(ceil_div<size_t>(p.rows, kPiece));
-    const dim3 blocks(p.length + pieces, ceil_div(groups, threads));
-    encoder_backward_kernel<kPiece><<<blocks, threads, 0, stream>>>(p);
+    const dim3 blocks(ceil_div<unsigned>(p.length + pieces, kEncoderWarps),
+                      ceil_div(p.C, Packed128<floatX>::kSize * kWarpSize));
+    encoder_backward_kernel<kPiece><<<blocks, kEncoderThreads, 0, stream>>>(p, pieces);
     launch_check();
-    const dim3 merge_blocks(ceil_div<unsigned>(pieces, kEncoderWarps),
+    const dim3 merge_blocks(ceil_div<unsigned>(pieces, kMergeWarps),
                             ceil_div(p.C, kMergeWidth * kWarpSize));
     launch_second_kernel(encoder_backward_merge_kernel<kPiece, floatX, gradX>, merge_blocks,
-                         kEncoderThreads, stream, p);
+                         kMergeThreads, stream, p);
     launch_check();
 }
 
