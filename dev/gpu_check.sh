@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All that can only be checked on a machine with a GPU, and a summary at the end.
-#   dev/gpu_check.sh [PART ...]      parts: build test many sanitize; without any, all of them
+#   dev/gpu_check.sh [PART ...]      parts: build test many shared sanitize; without any, all
 #
 # build     trainer and GPU tests in FP32, BF16 and BF16 with FP32 gradients, bench_comm
 # test      the GPU tests
 # many      several GPUs against one (test/test_many_gpus.py)
+# shared    the same with 2, 4 and 8 ranks on the GPUs at hand, one GPU is enough; some minutes
 # sanitize  compute-sanitizer's memcheck and racecheck over two steps of a small model, with our own
 #           kernels in FP32 and BF16, and over the tests of those kernels whose threads meet in
 #           shared memory at sizes that the small model does not have; memcheck with cuDNN, too
@@ -17,12 +18,12 @@ cd "$(dirname "$0")/.." || exit
 export PATH=$PATH:/usr/local/cuda/bin  # compute-sanitizer
 LOGS=${LOGS:-build/gpu_check}
 parts=("$@")
-[ $# -gt 0 ] || parts=(build test many sanitize)
+[ $# -gt 0 ] || parts=(build test many shared sanitize)
 for part in "${parts[@]}"; do
     case $part in
-        build | test | many | sanitize) ;;
+        build | test | many | shared | sanitize) ;;
         *)
-            echo "error: $part: must be build, test, many or sanitize" >&2
+            echo "error: $part: must be build, test, many, shared or sanitize" >&2
             exit 1
             ;;
     esac
@@ -128,6 +129,10 @@ for part in "${parts[@]}"; do
             step "many GPUs" python3 dev/run_tests.py --skips test/skips.txt --out "$LOGS" \
                 --unit many_gpus=test/test_many_gpus.py
             summary+=("    $(tail -n 1 "$LOGS/many-GPUs.log")")
+            ;;
+        shared)
+            step "shared GPUs" python3 test/test_many_gpus.py --shared
+            summary+=("    $(tail -n 1 "$LOGS/shared-GPUs.log")")
             ;;
         sanitize)
             python3 dev/bench/random_tokens.py "$LOGS/tokens.bin" 100000

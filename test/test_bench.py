@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -318,6 +320,50 @@ def test_compare_printed_an_exception(path: str, part: str, tmp_path: Path) -> N
     line = result.stderr.splitlines()[-1]
     assert f"--compare {tmp_path / path}: {part}" in line and "expected" in line, result
     assert "Error(" not in result.stderr
+
+
+# ------------------------------------------------------------------------- test/test_many_gpus.py
+
+
+def many_gpus(fp32: Trainer, *words: object) -> list[str]:
+    script = REPO_ROOT / "test" / "test_many_gpus.py"
+    return [sys.executable, str(script), "--backend", "cpu", "--build-dir",
+            str(fp32.binary.parents[1]), *map(str, words)]
+
+
+def test_ranks_that_share_a_processor_have_the_bits_of_one(
+    fp32: Trainer, bf16: Trainer, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        many_gpus(fp32, "--shared", "--only", "nodes.", "--json", tmp_path / "bits.json"),
+        capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "6 passed, 0 failed, 0 skipped" in done.stdout, done
+    record = record_in(tmp_path)
+    runs = [run for run in record["trainings"] if run["build"] == "bf16-own"]
+    assert record["shared"] and [run["gpus"] for run in runs] == [1, 4, 4, 8, 8, 8, 8]
+    assert len({run["hash"] for run in runs}) == 1
+
+
+def test_many_gpus_ended_early_left_its_ranks_and_no_results(
+    fp32: Trainer, bf16: Trainer, tmp_path: Path
+) -> None:
+    command = many_gpus(fp32, "--only", "fp32/N", "--json", tmp_path / "bits.json")
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    assert script.stdout is not None
+    assert script.stdout.readline().startswith("ok ")
+    while not list(tmp_path.glob("ranks_*/1.out")):  # in the middle of the next one
+        assert script.poll() is None
+    script.terminate()
+    assert script.wait(30) == 128 + signal.SIGTERM
+    for _ in range(100):  # a rank that was just being started ends with the script
+        running = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+        if running.stdout == "":
+            break
+        time.sleep(0.05)
+    assert running.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["bits.json"]
+    assert [case["result"] for case in record_in(tmp_path)["cases"]] == ["ok"]
 
 
 # -------------------------------------------------------------------------------- dev/gpu_check.sh

@@ -3,11 +3,15 @@
 whatever disturbs them; memory under ZeRO-1; and what happens when ranks are too many or die.
 
     python3 test/test_many_gpus.py [--only TEXT] [--build-dir build] [--backend cpu] [--list]
+                                   [--shared]
 
 Plain Python, without pytest, for machines that have none. `make test_gpu` runs it through
 dev/run_tests.py, like a GoogleTest program: --gtest_output=xml:FILE names the report. What the
 machine lacks is skipped with a line that says so. --backend cpu runs what a CPU can, on a small
-model. LLMC_TEST_DATA names a token file to train on (default: random tokens).
+model. --shared: 2, 4 and 8 ranks on as few GPUs as there are, one is enough. NCCL allows that for
+ranks of different hosts, which NCCL_HOSTID makes of them, and lets them talk through sockets: all
+but speed and NVLink can be seen so. It needs builds with SWITCHES=1, whose ranks take LLMC_HOST for
+their host. LLMC_TEST_DATA names a token file to train on (default: random tokens).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +50,10 @@ BUILDS = {
     "fp32": (["cuda-fp32"], "PRECISION=FP32"),
     "switches": (["cuda-bf16-cudnn-switches", "cuda-bf16-switches"], "PRECISION=BF16 SWITCHES=1"),
 }
+SHARED_BUILDS = {
+    name: ([f"{folder}-switches" for folder in folders], f"{how} SWITCHES=1")
+    for name, (folders, how) in BUILDS.items() if name != "switches"
+} | {"switches": BUILDS["switches"]}
 CPU_BUILDS = {
     "bf16-own": (["cpu-bf16"], "PRECISION=BF16"),
     "fp32": (["cpu-fp32"], "PRECISION=FP32"),
@@ -147,8 +156,11 @@ class Lab:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.cpu = options.backend == "cpu"
+        self.shared = options.shared
+        self.builds = CPU_BUILDS if self.cpu else SHARED_BUILDS if self.shared else BUILDS
         self.build_dir = Path(options.build_dir).resolve()
-        self.gpus = 4 if self.cpu else count_gpus()
+        self.devices = 4 if self.cpu else count_gpus()
+        self.gpus = SIZES[-1] if self.shared and self.devices > 0 else self.devices
         self.folder = Path(tempfile.mkdtemp(prefix="many_gpus_"))
         self.kept: dict[str, Ended] = {}
         self.records: list[dict] = []  # bits of all trainings that went well
@@ -160,7 +172,7 @@ class Lab:
 
     def find(self, build: str) -> Path | None:
         program = "train_gpt2cpu" if self.cpu else "train_gpt2cu"
-        for folder in (CPU_BUILDS if self.cpu else BUILDS).get(build, ([], ""))[0]:
+        for folder in self.builds.get(build, ([], ""))[0]:
             if (self.build_dir / folder / program).exists():
                 return self.build_dir / folder / program
         return None
@@ -171,7 +183,7 @@ class Lab:
     def binary(self, build: str) -> Path:
         found = self.find(build)
         if found is None:
-            _, how = (CPU_BUILDS if self.cpu else BUILDS)[build]
+            _, how = self.builds[build]
             program = "train_gpt2cpu" if self.cpu else "train_gpt2cu"
             raise Failed(f"the build {build} is not there: make {program} {how}")
         return found
@@ -186,6 +198,8 @@ class Lab:
                                     "-d": 32768, "-x": 10, "-v": 0, "-s": 0}
         if self.cpu:
             flags.update({"-e": "custom:L2C32H2T32", "-b": 1, "-t": 32, "-d": 256})
+        if self.shared:  # a step takes a second and more
+            flags["-x"] = 4
         flags.update(changes or {})
         if self.cpu:  # as many micro-batches as on a GPU
             flags["-b"] = 1
@@ -193,10 +207,20 @@ class Lab:
         return [*(part for flag in flags.items() for part in flag), "--hash",
                 *(["--check-ranks"] if check else [])]
 
+    def sharing(self, count: int) -> dict[str, object]:
+        """What lets `count` ranks start on fewer GPUs."""
+        if not self.shared or count == 1:
+            return {}
+        own = [{"LLMC_HOST": f"host{rank}", "NCCL_HOSTID": f"host{rank}",
+                "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+                "CUDA_VISIBLE_DEVICES": str(rank % max(1, self.devices))} for rank in range(count)]
+        return {"rank_env": own}
+
     def run(self, build: str, count: int, way: str, args: Sequence[object],
             timeout: float = TIME_LIMIT_S, **how: object) -> Ended:
         """A training that must go well."""
-        run = run_job(self.binary(build), count, way, args, timeout, **how)
+        run = run_job(self.binary(build), count, way, args, timeout,
+                      **{**self.sharing(count), **how})
         require(set(run.statuses) == {0}, f"status {run.statuses}\n{run}")
         self.record(build, count, way, args, run)
         return run
@@ -222,7 +246,7 @@ class Lab:
         waiting = list(runs)
         while waiting:
             jobs = []
-            for gpu in range(min(max(1, self.gpus), 2 if self.cpu else 8, len(waiting))):
+            for gpu in range(min(max(1, self.devices), 2 if self.cpu else 8, len(waiting))):
                 build, args = waiting.pop(0)
                 binary = self.find(build)
                 if binary is None:
@@ -280,14 +304,16 @@ class Cases:
 LONG = {"-b": 16, "-x": 200}
 
 
-def equality(build: str, count: int, zero: int, way: str) -> Callable[[Lab], None]:
+def equality(build: str, count: int, zero: int, way: str,
+             per_node: int | None = None) -> Callable[[Lab], None]:
     """Also keeps the run, in whose tables later tests look."""
 
     def test(lab: Lab) -> None:
         args = lab.args({"-z": zero, "-lg": 10})
-        run = lab.equal(build, count, way, args, lab.one(build, lab.args()))
+        run = lab.equal(build, count, way, args, lab.one(build, lab.args()), per_node=per_node)
         require(f"{count}, ZeRO stage {zero}" in run.stdout, f"another ZeRO stage\n{run}")
-        lab.kept[f"{build} {count} {zero}"] = run
+        if per_node is None:
+            lab.kept[f"{build} {count} {zero}"] = run
 
     return test
 
@@ -450,7 +476,7 @@ def killed(victim: int, zero: int) -> Callable[[Lab], None]:
     def test(lab: Lab) -> None:
         count = 4 if lab.gpus >= 4 else 2
         args = lab.args({"-z": zero, "-x": 100000}, check=False)
-        with Job(lab.binary(lab.main_build()), count, "tcp", args) as job:
+        with Job(lab.binary(lab.main_build()), count, "tcp", args, **lab.sharing(count)) as job:
             job.wait_for("\nstep    3/", 60)
             job.processes[victim % count].kill()
             begin = time.monotonic()
@@ -498,8 +524,8 @@ def machine_cases(lab: Lab, cases: Cases) -> None:
 
         cases.add("Machine", name, test)
 
-    for count in SIZES:
-        has(f"Has{count}Gpus", lab.gpus >= count, f"{lab.gpus} GPUs here")
+    for count in (1,) if lab.shared else SIZES:
+        has(f"Has{count}Gpus", lab.devices >= count, f"{lab.devices} GPUs here")
     has("HasMpirun", shutil.which("mpirun"), "no mpirun: -pi mpi is not tried")
     if not lab.cpu:
         has("HasCuDnn", lab.has("bf16-cudnn"), "no build with cuDNN")
@@ -512,10 +538,12 @@ def collect(lab: Lab) -> Cases:
     builds = ["bf16-own", "fp32"]
     if not lab.cpu and lab.has("bf16-cudnn"):
         builds.insert(0, "bf16-cudnn")
+    if lab.shared:  # the one that gpu_check.sh makes, and what else is there
+        builds = [build for build in builds if lab.has(build)] or builds[:1]
     ways = ["mpi", "fs"] if shutil.which("mpirun") else ["fs"]
     counts = [count for count in SIZES if lab.gpus >= count]
 
-    def same_bits(*ways: str) -> None:
+    def same_bits(counts: Sequence[int], *ways: str) -> None:
         for count in counts:
             for build in builds:
                 for zero in (1, 0):
@@ -523,33 +551,41 @@ def collect(lab: Lab) -> Cases:
                         cases.add("SameBits", f"{build}/N{count}/z{zero}/{way}",
                                   equality(build, count, zero, way))
 
-    same_bits("tcp")
-    if lab.gpus >= 1 and not lab.cpu:
+    same_bits(counts, "tcp")
+    if lab.shared:  # gradients are added up inside the nodes first, then across them
+        for count, per_node in ((4, 2), (8, 2), (8, 4)):
+            for zero in (1, 0):
+                if count in counts:
+                    cases.add("Nodes", f"{builds[0]}/N{count}/{per_node}OfANode/z{zero}",
+                              equality(builds[0], count, zero, "tcp", per_node))
+    alone = not lab.cpu and not lab.shared  # a rank has its GPU to itself
+    if lab.gpus >= 1 and alone:
         for build in builds:
             for shape in GRAPH_SHAPES:
                 cases.add("Graphs", f"SameBitsAsKernelByKernel/{build}/{shape}",
                           without_graphs(build, shape))
     if counts:
         cases.add("Memory", "TableHalvesTheOptimizer", memory_table)
-        if not lab.cpu:
+        if alone:
             cases.add("Memory", "DriverSeesHalfTheOptimizer", driver_memory)
         cases.add("Killed", "LastRank", killed(-1, 1))
         cases.add("Killed", "RankZero", killed(0, 0))
-        cases.add("SameBits", "TwoHundredSteps", two_hundred_steps(2, 1))
+        if not lab.shared:
+            cases.add("SameBits", "TwoHundredSteps", two_hundred_steps(2, 1))
         for zero, names in ((0, ["NCCL"]), (1, ["MAIN"]), (1, ["MAIN", "NCCL"])):
             cases.add("Delays", f"{'And'.join(names)}/z{zero}", delays(zero, *names))
         cases.add("Delays", "ShowAReductionThatStartsEarly",
                   caught("early_reduce", 1, "LLMC_DELAY_MAIN_US"))
-        if not lab.cpu:
+        if alone:
             cases.add("SameBits", "SwappedDevices", swapped_devices)
             cases.add("SameBits", "MemoryHeldByAnother", memory_held)
         for zero in (1, 0):
             cases.add("PlainPath", f"AgreesWithinAHundredth/z{zero}", plain_path(zero))
-    if lab.gpus >= 1 and not lab.cpu:
+    if lab.gpus >= 1 and alone:
         cases.add("Refused", "MoreRanksThanGpus", too_many_ranks)
         cases.add("Refused", "TwoRanksOnOneGpu", two_on_one_gpu)
-    same_bits(*ways)
-    if counts and not lab.cpu and sanitizer() and "mpi" in ways:
+    same_bits(counts[:1] if lab.shared else counts, *ways)
+    if counts and alone and sanitizer() and "mpi" in ways:
         cases.add("Racecheck", "TwoGpus", racecheck)
     return cases
 
@@ -558,7 +594,7 @@ def prepare(lab: Lab, wanted: Sequence[Case]) -> None:
     """The runs of one GPU that the tests need, side by side."""
     runs: list[tuple[str, list]] = []
     suites = {case.suite for case in wanted}
-    if suites & {"SameBits", "Delays", "Graphs"} and lab.gpus >= 1:
+    if suites & {"SameBits", "Nodes", "Delays", "Graphs"} and lab.gpus >= 1:
         if any(case.name == "TwoHundredSteps" for case in wanted):
             runs.append((lab.main_build(), lab.args(LONG, check=False)))
         runs += [(build, lab.args()) for build in BUILDS if build != "switches"]
@@ -612,7 +648,8 @@ def write_json(path: Path, lab: Lab, cases: Sequence[Case]) -> None:
     record = {
         "date": time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime()),
         "gpu": gpu.stdout.strip() or "none",
-        "gpus": lab.gpus,
+        "gpus": lab.devices,
+        "shared": lab.shared,
         "trainer": trainer.stdout.strip(),
         "environment": nccl,
         "cases": results,
@@ -627,6 +664,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="tests whose names hold this")
     parser.add_argument("--list", action="store_true", help="names of the tests, in their order")
     parser.add_argument("--backend", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--shared", action="store_true", help="several ranks on each GPU")
     parser.add_argument("--build-dir", default=os.environ.get("LLMC_BUILD_DIR", ROOT / "build"))
     parser.add_argument("--gtest_output", default="", metavar="xml:FILE", help="report")
     parser.add_argument("--json", type=Path, help="results with the bits of each training")
@@ -636,7 +674,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    # As Ctrl-C: the ranks of the present test end as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     lab = Lab(options)
+    done: list[Case] = []
     try:
         cases = [t for t in collect(lab).all if options.only.lower() in t.full_name.lower()]
         if options.list:
@@ -645,10 +686,11 @@ def main() -> None:
         prepare(lab, cases)
         for case in cases:
             run_case(case, lab)
+            done.append(case)
     finally:
         lab.close()
-    if options.json:
-        write_json(options.json, lab, cases)
+        if options.json and done:
+            write_json(options.json, lab, done)
     if options.gtest_output:
         write_report(Path(options.gtest_output.removeprefix("xml:")), cases)
     failed = [case.full_name for case in cases if case.failure]

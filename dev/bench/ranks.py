@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import re
@@ -22,6 +23,8 @@ from typing import Callable, Mapping, Sequence
 
 WAYS = ("mpi", "tcp", "fs")
 LOCALHOST = "127.0.0.1"
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # OpenMPI refuses root, and more processes than cores, unless told otherwise.
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -56,6 +59,11 @@ def kill_quietly(kill: Callable[[int, int], None], pid: int) -> None:
         kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def end_with_parent(number: int) -> None:
+    """This process gets the signal when its parent ends, however that ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def plan_row(output: str, name: str) -> str | None:
@@ -97,7 +105,8 @@ class Job:
     """A training of `count` processes. way: mpi, tcp or fs; "" starts one process as it is.
 
     `env` is added to the environment of all; `rank_env` is one for each rank. `prefix` stands
-    before the trainer, as for a tool that runs it.
+    before the trainer, as for a tool that runs it. `per_node`: ranks of a node (-pg), all without
+    it; mpi goes by the hosts' names.
     """
 
     def __init__(
@@ -109,40 +118,56 @@ class Job:
         env: Mapping[str, str] | None = None,
         rank_env: Sequence[Mapping[str, str]] = (),
         prefix: Sequence[str] = (),
+        per_node: int | None = None,
     ) -> None:
         self.count = count
+        self.rank_env = rank_env
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         self.command = [*prefix, str(binary), *map(str, args)]
         self.begin = time.monotonic()
         self.processes: list[subprocess.Popen] = []
         env = {**os.environ, **(env or {})}
-        if way == "mpi":
-            self._start_mpirun(env)
-            return
+        try:
+            if way == "mpi":
+                self._start_mpirun(env)
+            else:
+                self._start_ranks(way, env, per_node or count)
+        except BaseException:  # a signal, too
+            self.__exit__()
+            raise
+
+    def _start_ranks(self, way: str, env: Mapping[str, str], per_node: int) -> None:
         where: list[str] = []
         if way == "tcp":
             where = ["-ps", LOCALHOST, "-pp", str(free_port())]
         elif way == "fs":
             where = ["-pf", str(self.folder)]
-        for rank in range(count):
+        for rank in range(self.count):
             command = list(self.command)
             if way:
-                command += ["-pi", way, "-pn", str(count), "-pr", str(rank), "-pg", str(count)]
-            own = rank_env[rank] if rank_env else {}
+                command += ["-pi", way, "-pn", str(self.count), "-pr", str(rank),
+                            "-pg", str(per_node)]
+            own = self.rank_env[rank] if self.rank_env else {}
             self.processes.append(self._open(command + where, {**env, **own}, str(rank)))
 
     def _open(self, command: list[str], env: Mapping[str, str], name: str) -> subprocess.Popen:
+        # mpirun ends its processes when it is asked to end.
+        ending = signal.SIGTERM if name == "mpirun" else signal.SIGKILL
         with open(self.folder / f"{name}.out", "wb") as out:
             with open(self.folder / f"{name}.err", "wb") as err:
                 return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                                        env=env, start_new_session=True)
+                                        env=env, start_new_session=True,
+                                        preexec_fn=lambda: end_with_parent(ending))
 
     def _start_mpirun(self, env: Mapping[str, str]) -> None:
         # A file for each rank: mpirun would mix what they print. Binding to a core would have the
         # threads of a process share it.
         here = shlex.quote(str(self.folder))
         script = self.folder / "rank.sh"
-        script.write_text(f"r={here}/$OMPI_COMM_WORLD_RANK\necho $$ >$r.pid\n"
+        own = "".join(
+            f"[ $OMPI_COMM_WORLD_RANK != {rank} ] || export {name}={shlex.quote(value)}\n"
+            for rank, names in enumerate(self.rank_env) for name, value in names.items())
+        script.write_text(f"r={here}/$OMPI_COMM_WORLD_RANK\necho $$ >$r.pid\n{own}"
                           f"exec {shlex.join(self.command)} >$r.out 2>$r.err\n")
         command = ["mpirun", "-np", str(self.count), "--bind-to", "none", "sh", str(script)]
         self.processes.append(self._open(command, {**env, **MPI_ENV}, "mpirun"))
