@@ -39,22 +39,62 @@ show_help() {
 }
 
 if [ $# -gt 0 ]; then
-    case $1 in
-        -h | --help) show_help ;;
-        *) fail "$1: unknown; settings come from the environment, and --help lists them" ;;
-    esac
+    for word in "$@"; do
+        [[ $word =~ ^(-h|--help)$ ]] ||
+            fail "$word: unknown; settings come from the environment, and --help lists them"
+    done
+    show_help
     exit 0
 fi
 
+# The trainer's flags, each with the setting that it takes.
+flag_settings=(-e MODEL -i TRAIN_DATA -j VAL_DATA -o OUTPUT -n CHECKPOINT_EVERY -nk CHECKPOINTS_KEPT
+    -b BATCH -t SEQ_LEN -d TOTAL_BATCH -x STEPS -l LEARNING_RATE -u WARMUP -q FINAL_LR_FRACTION
+    -c WEIGHT_DECAY -z ZERO_STAGE -r RECOMPUTE -rw REDUCTION_WIDTH -v VAL_EVERY -m VAL_BATCHES
+    -h HELLASWAG -s SAMPLE_EVERY)
+
 # The trainer with all flags that do not say how its processes find each other.
 trainer_command() {
-    local extra
+    local extra i name
+    trainer=("$BINARY" -y 1)
+    for ((i = 0; i < ${#flag_settings[@]}; i += 2)); do
+        name=${flag_settings[i + 1]}
+        trainer+=("${flag_settings[i]}" "${!name}")
+    done
     read -ra extra <<<"$EXTRA_FLAGS"
-    trainer=("$BINARY" -e "$MODEL" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUTPUT" -y 1
-        -n "$CHECKPOINT_EVERY" -nk "$CHECKPOINTS_KEPT" -b "$BATCH" -t "$SEQ_LEN" -d "$TOTAL_BATCH"
-        -x "$STEPS" -l "$LEARNING_RATE" -u "$WARMUP" -q "$FINAL_LR_FRACTION" -c "$WEIGHT_DECAY"
-        -z "$ZERO_STAGE" -r "$RECOMPUTE" -rw "$REDUCTION_WIDTH" -v "$VAL_EVERY" -m "$VAL_BATCHES"
-        -h "$HELLASWAG" -s "$SAMPLE_EVERY" "${extra[@]}")
+    trainer+=("${extra[@]}")
+}
+
+# setting_of FLAG: " (-l is LEARNING_RATE)"; nothing for a flag without a setting.
+setting_of() {
+    local i
+    for ((i = 0; i < ${#flag_settings[@]}; i += 2)); do
+        if [ "${flag_settings[i]}" = "$1" ]; then echo " ($1 is ${flag_settings[i + 1]})"; fi
+    done
+}
+
+# ---- the end: folders that nothing was written into go, and so does `meeting` (-pi fs)
+
+made=()
+meeting=
+at_exit() {
+    [ -z "$meeting" ] || rm -rf -- "$meeting"
+    [ ${#made[@]} = 0 ] || rmdir -- "${made[@]}" 2>/dev/null || true
+}
+trap at_exit EXIT
+
+# make_folder NAME: the folder that this setting names, an error unless one can write in it.
+make_folder() {
+    local path=${!1} missing=()
+    while [ ! -e "$path" ] && [ ! -L "$path" ]; do
+        missing+=("$path")
+        path=$(dirname -- "$path")
+    done
+    made+=("${missing[@]}")
+    mkdir -p -- "${!1}" 2>/dev/null || fail "$1=${!1}: no folder can be made there"
+    if [ ! -w "${!1}" ] || [ ! -x "${!1}" ]; then
+        fail "$1=${!1}: no permission to write in this folder"
+    fi
 }
 
 # ---- signals: a run that is asked to stop saves a checkpoint and ends
@@ -107,6 +147,10 @@ newest_checkpoint() {
 
 # check_number NAME LEAST MOST: an error unless this setting is a whole number within these bounds.
 check_number() {
+    if [ "$2 $3" = "0 1" ]; then
+        [[ ${!1} =~ ^[01]$ ]] || fail "$1=${!1}: must be 0 or 1"
+        return
+    fi
     if ! [[ ${!1} =~ ^(0|[1-9][0-9]{0,9})$ ]] || [ "${!1}" -lt "$2" ] || [ "${!1}" -gt "$3" ]; then
         fail "$1=${!1}: must be a whole number from $2 to $3"
     fi
@@ -123,16 +167,50 @@ check_settings() {
     command -v "$BINARY" >/dev/null ||
         fail "BINARY=$BINARY: no such program in $PWD; build it, for example make train_gpt2cu"
     [ -n "$OUTPUT" ] || fail "OUTPUT is empty: must be a folder for logs and checkpoints"
-    mkdir -p "$OUTPUT" 2>/dev/null || fail "OUTPUT=$OUTPUT: no folder can be made there"
+    make_folder OUTPUT
+}
+
+# What no try could mend, found out before a run's first step by one --dry-run of the whole start:
+# the same launcher, machines and number of processes, since only they tell whether TOTAL_BATCH can
+# be divided, memory is enough and a GPU is there. An error line that names a flag or a file is the
+# settings' fault and ends the script; after any other failure, such as a machine that did not
+# answer, the loop may try.
+dry_run() {
+    local start=$1 status=0 errors line
+    say "dry run"
+    errors=$(mktemp) || fail "no temporary file can be made in ${TMPDIR:-/tmp}"
+    trainer+=(--dry-run)
+    "$start" 0 >/dev/null 2>"$errors" || status=$?
+    unset 'trainer[-1]'
+    line=$(sed -nE '/^train_gpt2: (-|[^ :]*[./][^ :]*: )/{s/^train_gpt2: //p;q}' "$errors")
+    if [ $status != 0 ] && [ -z "$line" ] && [ -z "$stopped_by" ]; then
+        cat "$errors" >&2
+        say "the dry run ended with status $status"
+    fi
+    rm -f -- "$errors"
+    if [ $status = 0 ] || [ -z "$line" ] || [ -n "$stopped_by" ]; then return; fi
+    fail "$line$(setting_of "${line%%[ :]*}")"
 }
 
 # train_until_done START: calls START with the number of the try until the checkpoint of the last
 # step is there. START starts the trainer, which resumes from the newest checkpoint, and returns its
 # status. Returns 0 when done, 2 when a signal has stopped the run; ends the script with 1 after
-# MAX_FAILURES tries in a row that made no new checkpoint, so that a wrong flag does not loop.
+# MAX_FAILURES tries in a row that made no new checkpoint. Where EXTRA_FLAGS asks for something else
+# than training, it starts once and ends the script with the trainer's status.
 train_until_done() {
     local start=$1 try=0 failures=0 status before after
+    if [[ " $EXTRA_FLAGS " =~ \ (--dry-run|--help|--version)\  ]]; then
+        status=0
+        "$start" 0 || status=$?
+        exit $status
+    fi
     after=$(newest_checkpoint)
+    # A run that has begun is not given up for a file that is away for a moment.
+    if [ "$after" = 0 ]; then dry_run "$start"; fi
+    if [ -n "$stopped_by" ]; then
+        say "stopped by $stopped_by, checkpoint of step $after of $STEPS"
+        return 2
+    fi
     while [ "$after" -lt "$STEPS" ]; do
         before=$after
         try=$((try + 1))

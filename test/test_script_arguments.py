@@ -367,7 +367,7 @@ def test_numbers_from_the_environment_were_not_checked(name: str, value: str, tr
 def test_an_empty_setting_is_its_default(tree: Path) -> None:
     done = run_shell(tree, ONE_MACHINE[0], GPUS=1, RETRY_WAIT_S="", MAX_FAILURES=1, OUTPUT="out")
     assert_one_line(done, "no new checkpoint after 1 tries")
-    shutil.rmtree(tree / "out")
+    assert not (tree / "out").exists(), "nothing was written into it"
     before = snapshot(tree)
     assert_one_line(run_shell(tree, ONE_MACHINE[0], GPUS=""), "no GPU found here; set GPUS")
     assert snapshot(tree) == before
@@ -381,8 +381,7 @@ def test_an_empty_setting_is_its_default(tree: Path) -> None:
     (MULTI_NODE[0], {"HOSTFILE": "dev"}, "HOSTFILE=dev: cannot be read"),
     *((script, {**SLURM_JOB, name: value}, f"{name}={value}: must be a whole number from ")
       for script in MULTI_NODE[1:]
-      for name, value in (("GPUS_PER_NODE", "-1"), ("RETRY_WAIT_S", "x"), ("EXIT_WAIT_S", "0"),
-                          ("REQUEUE", "yes"))),
+      for name, value in (("GPUS_PER_NODE", "-1"), ("RETRY_WAIT_S", "x"), ("EXIT_WAIT_S", "0"))),
     (MULTI_NODE[1], {**SLURM_JOB, "PORT": "70000"}, "PORT=70000: must be a whole number from 1"),
     ("dev/bench/comm.sh", {}, "PROGRAM=: must be the benchmark"),
     ("dev/bench/comm.sh", {"PROGRAM": "dev"}, "PROGRAM=dev: must be the benchmark"),
@@ -398,3 +397,45 @@ def test_a_bad_variable_was_found_out_late_or_never(
     before = snapshot(tree)
     assert_one_line(run_shell(tree, script, **env), part)
     assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("script, env, part", [
+    (MULTI_NODE[2], {**SLURM_JOB, "MEETING_FOLDER": "/etc/passwd"}, "MEETING_FOLDER=/etc/passwd: "),
+    *((script, {**SLURM_JOB, "REPO": folder}, f"REPO={folder}: not the repository")
+      for script in MULTI_NODE for folder in ("/nope", "dev")),
+    *((script, {**SLURM_JOB, "SLURM_NNODES": ""}, "but not SLURM_NNODES") for script in MULTI_NODE),
+    *((script, {**SLURM_JOB, "SLURM_JOB_NODELIST": ""}, "but not SLURM_JOB_NODELIST")
+      for script in MULTI_NODE[1:]),
+    *((script, {**SLURM_JOB, "GPUS_PER_NODE": 0}, "GPUS_PER_NODE=0: must be a whole number from 1")
+      for script in MULTI_NODE),
+    *((script, {**SLURM_JOB, "REQUEUE": value}, f"REQUEUE={value}: must be 0 or 1")
+      for script in MULTI_NODE[1:] for value in ("2", "yes")),
+], ids=str)
+def test_multi_node_scripts_showed_errors_of_bash(
+    script: str, env: dict[str, object], part: str, tree: Path
+) -> None:
+    (tree / "stubs" / "srun").write_text("#!/bin/sh\necho started >&2\n")
+    (tree / "stubs" / "srun").chmod(0o755)
+    before = snapshot(tree)
+    assert_one_line(run_shell(tree, script, **env), part)
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("hosts, part", [
+    ("a slots=2\nb\n", "the same number of slots"),
+    ("a\nb slots=2 # two\n", "the same number of slots"),
+    ("a slots=2\nb slots=3\n", "the same number of slots"),
+    ("# none\n\n", "no hosts"),
+    ("a slots=0\n", "GPUS_PER_NODE=0: must be a whole number"),
+    ("# a\na slots=2\n\n  b slots=2 max_slots=4\n", "no new checkpoint"),
+])
+def test_a_host_without_slots_beside_one_with_was_taken(
+    hosts: str, part: str, tree: Path
+) -> None:
+    (tree / "hosts").write_text(hosts)
+    done = run_shell(tree, MULTI_NODE[0], HOSTFILE="hosts", MAX_FAILURES=1)
+    assert_one_line(done, part)
+
+
+def test_a_word_after_help_was_not_seen(tree: Path) -> None:
+    assert_one_line(run_shell(tree, ONE_MACHINE[0], "--help", "x"), "x: unknown", "--help")

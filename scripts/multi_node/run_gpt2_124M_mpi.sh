@@ -32,9 +32,8 @@ if [ -z "$REPO" ]; then
     # sbatch runs a copy of this script from a folder of its own.
     [ -f "$REPO/scripts/lib.sh" ] || REPO=${SLURM_SUBMIT_DIR:-.}
 fi
-cd "$REPO"
-if [ ! -f scripts/lib.sh ]; then
-    echo "error: $PWD is not the repository; start in its root folder, or set REPO" >&2
+if ! cd -- "$REPO" 2>/dev/null || [ ! -f scripts/lib.sh ]; then
+    echo "error: REPO=$REPO: not the repository; start in its root folder, or set REPO to it" >&2
     exit 1
 fi
 # shellcheck source=scripts/lib.sh
@@ -44,21 +43,27 @@ source scripts/multi_node/slurm.sh
 
 # mpirun with its own flags: how many processes, and which of them go where.
 mpirun_command() {
-    local nodes=1 slots="" variables flags name
+    local nodes=1 slots="" given=$GPUS_PER_NODE variables flags name
     if [ -n "$HOSTFILE" ]; then
         if [ ! -f "$HOSTFILE" ] || [ ! -r "$HOSTFILE" ]; then
             fail "HOSTFILE=$HOSTFILE: cannot be read"
         fi
-        nodes=$(grep -cE '^[[:space:]]*[^#[:space:]]' "$HOSTFILE") || fail "$HOSTFILE: no hosts"
-        slots=$(sed -n 's/^[^#]*[[:space:]]slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | sort -u)
-        [[ $slots != *$'\n'* ]] || fail "$HOSTFILE: all hosts must have the same number of slots"
-        : "${GPUS_PER_NODE:=$slots}"
+        nodes=$(grep -cE '^[[:space:]]*[^#[:space:]]' "$HOSTFILE") ||
+            fail "HOSTFILE=$HOSTFILE: no hosts"
+        slots=$(sed -nE '/^[[:space:]]*[^#[:space:]]/{
+            s/^[^#]*[[:space:]]slots=([0-9]*).*/\1/; t number
+            s/.*/none/; : number
+            p; }' "$HOSTFILE" | sort -u)
+        [[ $slots != *$'\n'* ]] ||
+            fail "HOSTFILE=$HOSTFILE: all hosts must have the same number of slots=, or none any"
+        if [ "$slots" != none ]; then : "${GPUS_PER_NODE:=$slots}"; fi
     elif [ -n "${SLURM_JOB_ID:-}" ]; then
+        check_job SLURM_NNODES
         nodes=$SLURM_NNODES
         GPUS_PER_NODE=$(job_gpus_per_node)
     fi
     : "${GPUS_PER_NODE:=$(gpus_here)}"
-    [ "$GPUS_PER_NODE" != 0 ] ||
+    [ -n "$given${slots#none}" ] || [ "$GPUS_PER_NODE" != 0 ] ||
         fail "no GPUs found; set GPUS_PER_NODE to the processes of each host"
     check_number GPUS_PER_NODE 1 256
     command -v "$MPIRUN" >/dev/null || fail "MPIRUN=$MPIRUN: no such program"

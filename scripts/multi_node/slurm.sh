@@ -81,17 +81,32 @@ start_with_srun() {
         "${trainer[@]}" -pg "$GPUS_PER_NODE" "$@"
 }
 
+# check_job NAME ...: an error unless Slurm has set these beside SLURM_JOB_ID.
+check_job() {
+    local name
+    for name in "$@"; do
+        [ -n "${!name:-}" ] ||
+            fail "SLURM_JOB_ID=$SLURM_JOB_ID is set, but not $name: must be both, as in a job of" \
+                "Slurm, or neither"
+    done
+    check_number SLURM_NNODES 1 99999999
+    check_number SLURM_JOB_ID 1 4294967295
+}
+
 # What must be known before the first try.
 prepare_slurm_job() {
+    local given=${GPUS_PER_NODE:-}
     [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a Slurm job: sbatch $0"
+    check_job SLURM_NNODES SLURM_JOB_NODELIST
     GPUS_PER_NODE=$(job_gpus_per_node)
-    [ "$GPUS_PER_NODE" != 0 ] ||
+    [ -n "$given" ] || [ "$GPUS_PER_NODE" != 0 ] ||
         fail "no GPUs found; ask Slurm for some (--gpus-per-node), or set GPUS_PER_NODE"
     check_number GPUS_PER_NODE 1 256
     check_number EXIT_WAIT_S 1 86400  # srun takes 0 for ever
     check_number REQUEUE 0 1
     [ -z "${PORT:-}" ] || check_number PORT 1 65535
     check_settings
+    [ -z "${MEETING_FOLDER:-}" ] || make_folder MEETING_FOLDER
     trainer_command
     say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $GPUS_PER_NODE processes a node"
 }
