@@ -223,6 +223,12 @@ test_gpu: check-deps
 	    --out $(BUILD)/test $(GPU_RUNS) --unit many_gpus=test/test_many_gpus.py
 cuda_trainer: $(CUDA_DIR)/train_gpt2cu
 
+## 2, 4 and 8 ranks against one on the GPUs at hand, one GPU is enough (ARGS: see the script)
+test_shared_gpu: $(if $(GPU),check-deps)
+	$(need_gpu)
+	$(SUB) PRECISION=BF16 GRAD_PRECISION= SWITCHES=1 cuda_trainer
+	@LLMC_BUILD_DIR=$(BUILD) $(PYTHON) test/test_many_gpus.py --shared $(ARGS)
+
 ## Format, length of files and functions, forbidden words, Python warnings
 check: setup
 	@.venv/bin/python dev/check.py
@@ -294,5 +300,5 @@ help:
 
 FORCE:
 .PHONY: all train_gpt2cpu train_gpt2cu unit_tests gpu_tests build_tests $(TEST_BUILDS) train_only train_and_unit test test_unit \
-    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu fuzz check print-trainer demo data bench bench_cpu bench_cpu_programs bench_comm bench_forward profile cuda_trainer tune check-deps setup \
+    grade_checks print-grade-cpu print-grade-gpu test_sanitize test_full test_gpu test_shared_gpu fuzz check print-trainer demo data bench bench_cpu bench_cpu_programs bench_comm bench_forward profile cuda_trainer tune check-deps setup \
     clean distclean help FORCE

@@ -40,7 +40,7 @@ CUDA_LIB := $(call holds,libcublasLt.so libcublasLt_static.a,$(CUDA_LIB_DIRS) $(
 # A GPU that the driver has announced; nvidia-smi would take up to a second.
 GPU := $(firstword $(wildcard /dev/nvidia[0-9]* /dev/dxg))
 # First in the recipe of what only measures; its programs are prerequisites only where this is no error.
-need_gpu = $(if $(GPU),,$(error make $@ measures on a GPU, and there is none here))
+need_gpu = $(if $(GPU),,$(error make $@ needs a GPU, and there is none here))
 
 # ---- libraries
 SYSTEM_MPI_INC := $(addsuffix /openmpi/include,$(LIB_DIRS)) /usr/include/openmpi-$(firstword \
