@@ -524,12 +524,15 @@ def machine_cases(lab: Lab, cases: Cases) -> None:
 
         cases.add("Machine", name, test)
 
-    for count in (1,) if lab.shared else SIZES:
-        has(f"Has{count}Gpus", lab.devices >= count, f"{lab.devices} GPUs here")
+    if lab.shared:
+        has("HasAGpu", lab.devices > 0, "no GPU here")
+    for count in () if lab.shared else SIZES:
+        has(f"Has{count}Gpus", lab.gpus >= count, f"{lab.gpus} GPUs here")
     has("HasMpirun", shutil.which("mpirun"), "no mpirun: -pi mpi is not tried")
     if not lab.cpu:
         has("HasCuDnn", lab.has("bf16-cudnn"), "no build with cuDNN")
-        has("HasComputeSanitizer", sanitizer(), "no compute-sanitizer: no racecheck")
+        if not lab.shared:
+            has("HasComputeSanitizer", sanitizer(), "no compute-sanitizer: no racecheck")
 
 
 def collect(lab: Lab) -> Cases:
@@ -660,7 +663,8 @@ def write_json(path: Path, lab: Lab, cases: Sequence[Case]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="tests whose names hold this")
     parser.add_argument("--list", action="store_true", help="names of the tests, in their order")
     parser.add_argument("--backend", choices=["gpu", "cpu"], default="gpu")
