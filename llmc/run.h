@@ -515,6 +515,11 @@ inline void set_up(Run& run) {
     if (options.checkpoint_every > 0 && options.output_dir.empty()) {
         print0(run, "note: -n %d: without -o nothing is saved\n", options.checkpoint_every);
     }
+    if (options.warmup_steps > run.num_steps) {
+        print0(run,
+               "note: -u %d: the run ends at step %d, before the learning rate has reached -l\n",
+               options.warmup_steps, run.num_steps);
+    }
     multi_gpu_together(run.multi_gpu, [&] { check_memory(run); });
 }
 

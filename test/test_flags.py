@@ -204,6 +204,14 @@ def test_k_u_q_learning_rate(
     assert lr(result) == pytest.approx(expected, rel=6e-3, abs=1e-12)
 
 
+def test_a_warmup_longer_than_the_run_was_not_said(fp32: Trainer, work: Workplace) -> None:
+    for warmup, noted in ((4, False), (5, True)):
+        result = fp32.train(work.args({"-u": warmup, "-x": 4, "-l": 2e-3}))
+        note = f"note: -u {warmup}: the run ends at step 4, before the learning rate has reached -l"
+        assert (note in result.stdout.splitlines()) == noted, result
+        assert (lr(result)[-1] < 2e-3) == noted
+
+
 @covers("-l")
 def test_l_learning_rate(trainer: Trainer, work: Workplace) -> None:
     # bf16 weights are rounded anew from master weights at each step, so without these here.

@@ -62,7 +62,7 @@ def kill_quietly(kill: Callable[[int, int], None], pid: int) -> None:
 
 
 def end_with_parent(number: int) -> None:
-    """This process gets the signal when its parent ends, however that ends."""
+    """This process gets the signal when the thread that started it ends, however that ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -106,7 +106,7 @@ class Job:
 
     `env` is added to the environment of all; `rank_env` is one for each rank. `prefix` stands
     before the trainer, as for a tool that runs it. `per_node`: ranks of a node (-pg), all without
-    it; mpi goes by the hosts' names.
+    it; mpi goes by the hosts' names. The processes end with the thread that makes the Job.
     """
 
     def __init__(
