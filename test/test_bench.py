@@ -352,7 +352,7 @@ def test_many_gpus_ended_early_left_its_ranks_and_no_results(
     script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert script.stdout is not None
     assert script.stdout.readline().startswith("ok ")
-    while not list(tmp_path.glob("ranks_*/1.out")):  # in the middle of the next one
+    while not list(tmp_path.glob("ranks_*/1.out")):  # in the middle of another one
         assert script.poll() is None
     script.terminate()
     assert script.wait(30) == 128 + signal.SIGTERM
@@ -363,7 +363,8 @@ def test_many_gpus_ended_early_left_its_ranks_and_no_results(
         time.sleep(0.05)
     assert running.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["bits.json"]
-    assert [case["result"] for case in record_in(tmp_path)["cases"]] == ["ok"]
+    results = [case["result"] for case in record_in(tmp_path)["cases"]]
+    assert set(results) == {"ok"} and len(results) < 12, results
 
 
 # -------------------------------------------------------------------------------- dev/gpu_check.sh
