@@ -131,7 +131,8 @@ def test_a_signal_in_the_last_step_saved_nothing(
     with Ranks(switches_binary(pytestconfig), count, "tcp", args, lab.folder, env=env) as ranks:
         # With several processes a signal counts in the step after the one in which it comes.
         times = 3 - count
-        ranks.wait_until(lambda: ranks.stderr(0).count("the host stands still") == times)
+        ranks.wait_until(lambda: all(
+            ranks.stderr(rank).count("the host stands still") == times for rank in range(count)))
         ranks.signal(count - 1, signal.SIGTERM)
         run = ranks.wait(60)
     assert set(run.statuses) == {0} and len(run.first.losses) == 2, f"{run}"
